@@ -98,27 +98,6 @@ def test_no_more_is_lost_than_by_the_best_u_for_that_v_and_half_a_step(seed, sha
     assert oracles.loss(target - coded.values().product(), h) <= bound * (1 + 1e-4)
 
 
-def test_the_mixing_is_worth_it():
-    """Oracle: nearest, refitted and swept without it, for the best L as its closed form has it: v H vᵀ is diagonal."""
-
-    def added(found):
-        return oracles.loss(target - found.u @ found.v, h) / least - 1
-
-    mixed, unmixed = 0.0, 0.0
-    for seed in range(8):
-        weight, sparse, h, _ = problem(40, 30, 12, seed)
-        target, root = weight - sparse, torch.linalg.cholesky(h)
-        left, values, right = torch.linalg.svd(target @ root, full_matrices=False)
-        white = torch.linalg.solve_triangular(root, right[:12], upper=False, left=False)
-        start = LowRank(left[:, :12] * values[:12], white)
-        least = oracles.loss(target - start.product(), h)
-        mixed += added(quantised(start, weight, sparse, Gram(h, 1), torch.float64).values())
-        v = nearest(start.balanced().v, torch.float64).values()
-        best = torch.linalg.lstsq((v @ root).T, (target @ root).T).solution.T
-        unmixed += added(LowRank(swept(best, v @ h @ v.T, torch.float64).values(), v))
-    assert mixed < 0.8 * unmixed, (mixed, unmixed)
-
-
 @settings(max_examples=25)
 @given(st.integers(0, 999), st.sampled_from(DTYPES), st.sets(st.integers(0, 3)), st.booleans())
 def test_what_is_nothing_stays_nothing(seed, dtype, vanished, silent):

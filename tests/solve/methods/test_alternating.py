@@ -203,19 +203,6 @@ def decomposed_densely(method, weight, h, rank=4):
     return hasslefree.decompose(weight, Gram(h, 1), "1:1", rank, method=method)
 
 
-def test_the_order_of_the_quantised_systems():
-    """LoftQ below plain rounding, what knows more of H below what knows less, and a low-rank part below none."""
-    names = ("rtn", "loftq", "lq-lora", "gptq", "caldera")
-    for seed in range(4):
-        weight, h = oracles.problem(48, 64, seed=seed)
-        plain = {n: decomposed_densely(n, weight, h, 0 if n in ("rtn", "gptq") else 4) for n in names}
-        errors = {name: result.relative_error for name, result in plain.items()}
-        distances = {name: float((weight - result.product()).norm()) for name, result in plain.items()}
-        assert distances["loftq"] < distances["rtn"]
-        assert errors["caldera"] < errors["lq-lora"] < errors["rtn"]
-        assert errors["caldera"] < errors["gptq"] < errors["rtn"]
-
-
 def test_the_last_fit_is_taken_where_it_is_better():
     """Oracle: the Eckart–Young bound of what S leaves, in the damped norm; and an alternation that it cannot help."""
     weight, h = oracles.problem(24, 32, dtype=torch.float64)

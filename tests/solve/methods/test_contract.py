@@ -6,7 +6,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hasslefree
-from hasslefree import AlternatingMinimization, Gram, Grid, Prune, Row, SemiStructured, Structured, Unstructured
+from hasslefree import (
+    OSSCAR,
+    AlternatingMinimization,
+    Gram,
+    Grid,
+    Joint,
+    JointOnGrid,
+    PrincipalComponentPursuit,
+    Prune,
+    Row,
+    SemiStructured,
+    Structured,
+    Unstructured,
+)  # fmt: skip
 from hasslefree.errors import BudgetError, GridError
 from hasslefree.solve.low_rank import LOW_RANK_SOLVERS
 from hasslefree.solve.methods import METHODS, build_method
@@ -113,9 +126,23 @@ def test_a_pruner_alone_refuses_a_rank(name):
         hasslefree.decompose(torch.randn(4, 8), Gram(torch.eye(8), 1), "2:4", 2, method=name)
 
 
-def test_rounds_must_be_positive():
-    with pytest.raises(BudgetError, match="at least 1"):
-        AlternatingMinimization(rounds=0)
+@pytest.mark.parametrize(
+    ("kind", "field", "value", "message"),
+    [
+        (AlternatingMinimization, "rounds", 0, "rounds must be at least 1, got 0"),
+        (PrincipalComponentPursuit, "searches", 0, "searches must be at least 1, got 0"),
+        (PrincipalComponentPursuit, "rounds", 0, "rounds must be at least 1, got 0"),
+        (PrincipalComponentPursuit, "growth", 1.0, "growth must be above 1, got 1"),
+        (Joint, "rounds", 0, "rounds must be at least 1"),
+        (Joint, "growth", 1.0, "growth must be above 1"),
+        (Joint, "precision", "float16", "must be 'auto', 'float32', 'tf32' or 'bfloat16', got 'float16'"),
+        (JointOnGrid, "turns", 0, "turns must be at least 1"),
+        (OSSCAR, "steps", 0, "must be at least 1"),
+    ],
+)
+def test_impossible_hyper_parameters_are_refused(kind, field, value, message):
+    with pytest.raises(BudgetError, match=message):
+        kind(**{field: value})
 
 
 @pytest.mark.parametrize("name", ["joint", "3basil", "eora"])

@@ -6,7 +6,6 @@ import torch
 import hasslefree
 from hasslefree import PrincipalComponentPursuit, Row, SemiStructured, Unstructured
 from hasslefree.core.low_rank import truncated_svd
-from hasslefree.errors import BudgetError
 from hasslefree.solve.methods.pursuit import shrunk_svd
 from tests import oracles
 from tests.solve.methods.test_data_free import planted
@@ -95,9 +94,3 @@ def test_the_cut_loses_nothing_to_plain_truncation(pattern):
     assert len(result.history) == 8
     assert result.relative_error == pytest.approx(min(result.history), rel=1e-6)
     assert result.relative_error < plain
-
-
-def test_hyper_parameters_that_cannot_be():
-    for name, value, limit in (("searches", 0, "at least 1"), ("rounds", 0, "at least 1"), ("growth", 1.0, "above 1")):
-        with pytest.raises(BudgetError, match=f"^{name} must be {limit}, got {value}"):
-            PrincipalComponentPursuit(**{name: value})

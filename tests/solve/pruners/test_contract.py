@@ -26,7 +26,6 @@ SMALL["wanda, refit"] = Refit(PRUNERS["wanda"])
 FREE = {name: pruner for name, pruner in SMALL.items() if not pruner.grid}
 QUANTISERS = [name for name in SMALL if name not in FREE]
 pruners = pytest.mark.parametrize("pruner", SMALL.values(), ids=SMALL)
-free = pytest.mark.parametrize("pruner", FREE.values(), ids=FREE)
 
 
 def gram_of(h):
@@ -59,13 +58,14 @@ def test_counts_are_exact_and_inputs_are_left_alone(pruner, pattern, seed):
     assert torch.equal(first, pruner.prune(weight, prepared, pattern).sparse), "random, or `prepared` was changed"
 
 
-@free
-def test_full_density_is_the_identity(pruner):
+@pytest.mark.parametrize("kept", [0, 1])
+@pruners
+def test_all_or_nothing(pruner, kept):
+    """Oracle: the weight itself, where nothing is rounded, and zeros."""
     weight, h = oracles.problem(6, 16)
-    for pattern in (SemiStructured(4, 4), Unstructured(96), Row(16), Structured(16)):
-        if suited(pruner, pattern) != pattern:
-            continue
-        assert torch.equal(run(pruner, weight, h, pattern), weight)
+    for pattern in (SemiStructured(4 * kept, 4), Unstructured(96 * kept), Row(16 * kept), Structured(16 * kept)):
+        if suited(pruner, pattern) == pattern and not (kept and pruner.grid):
+            assert torch.equal(run(pruner, weight, h, pattern), weight * kept)
 
 
 @pruners
@@ -85,15 +85,6 @@ def test_the_scale_of_weight_and_gram_does_not_matter(pruner, pattern, scale, gr
     weight, h = oracles.problem(9, 16)
     expected = run(pruner, weight, h, pattern) * scale
     torch.testing.assert_close(run(pruner, weight * scale, h * gram_scale, pattern), expected)
-
-
-@pruners
-def test_nothing_is_kept_at_zero_density(pruner):
-    weight, h = oracles.problem(6, 16)
-    for pattern in (SemiStructured(0, 4), Unstructured(0), Row(0), Structured(0)):
-        if suited(pruner, pattern) != pattern:
-            continue
-        assert not run(pruner, weight, h, pattern).any()
 
 
 @pytest.mark.parametrize("name", QUANTISERS)

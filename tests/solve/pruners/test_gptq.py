@@ -15,24 +15,18 @@ def run(pruner, weight, h, pattern=DENSE):
     return pruner.prune(weight, pruner.prepare(Gram(h, 1)), pattern).sparse
 
 
-@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("group", [8, 16, None])
-@pytest.mark.parametrize("block", [8, 128])
-def test_gptq_is_that_of_explicit_inverses(bits, symmetric, group, block):
+@pytest.mark.parametrize(
+    ("n", "m", "bits", "group", "block"),
+    [
+        *((1, 1, bits, group, block) for bits in (4, 8) for group in (8, 16, None) for block in (8, 128)),
+        *((n, m, 4, group, 128) for n, m in ((2, 4), (3, 8), (1, 2)) for group in (8, 16)),
+    ],
+)
+def test_one_sweep_is_that_of_explicit_inverses(n, m, bits, group, block, symmetric):
     weight, h = oracles.problem(5, 32, dtype=torch.float64)
-    expected = oracles.obs_quantised(weight, h, bits, group or 32, symmetric)
-    found = run(SparseGPT(block, Grid(bits, group, symmetric)), weight, h)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(("n", "m"), [(2, 4), (3, 8), (1, 2)])
-@pytest.mark.parametrize("group", [8, 16])
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_pruned_and_rounded_in_one_sweep_is_that_of_explicit_inverses(n, m, group, symmetric):
-    weight, h = oracles.problem(5, 32, dtype=torch.float64)
-    expected = oracles.obs_quantised(weight, h, 4, group, symmetric, n, m)
-    found = run(SparseGPT(grid=Grid(4, group, symmetric)), weight, h, SemiStructured(n, m))
+    expected = oracles.obs_quantised(weight, h, bits, group or 32, symmetric, n, m)
+    found = run(SparseGPT(block, Grid(bits, group, symmetric)), weight, h, SemiStructured(n, m))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import hasslefree
 from hasslefree import OSSCAR, Gram, Recipe, Structured, Unstructured
-from hasslefree.errors import BudgetError, PatternError
+from hasslefree.errors import PatternError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.planning.plan import make_plan, select
 from tests import oracles
@@ -54,17 +54,6 @@ def test_the_values_are_the_least_squares_on_the_channels(units, steps, seed):
     torch.testing.assert_close(found, oracles.on_support(weight, h, kept.expand(9, 24)), rtol=1e-5, atol=1e-6)
 
 
-def test_swaps_win_where_greed_does_not_see_far_enough():
-    won = 0
-    for seed in range(8):
-        weight, h = oracles.problem(6, 16, seed=seed, dtype=torch.float64)
-        greedy, swapped = (prune(OSSCAR(swaps=s), weight, h, Structured(6)) for s in (0, 100))
-        one, other = (oracles.loss(weight - s, h) for s in (greedy, swapped))
-        assert other <= one * (1 + 1e-9)
-        won += other < 0.999 * one
-    assert won >= 2
-
-
 def plan_of(**fields):
     resolved = Recipe(**fields).resolve(with_text=False)
     return make_plan(select(find_blocks(build("llama")), resolved), resolved)[0]
@@ -95,5 +84,3 @@ def test_what_it_cannot_do_is_an_error():
         plan_of(method="osscar", refit=True)
     with pytest.raises(PatternError, match="4 of 8 input channels: both .* multiples of unit=3"):
         hasslefree.decompose(weight, Gram(h, 99), Structured(4, 3), method="osscar")
-    with pytest.raises(BudgetError, match="must be at least 1"):
-        OSSCAR(steps=0)
