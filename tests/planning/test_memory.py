@@ -42,7 +42,7 @@ def free(monkeypatch):
 
     def set_free(memory):
         found = memory if isinstance(memory, dict) else dict.fromkeys(("cpu", "cuda"), memory)
-        monkeypatch.setattr("hasslefree.planning.memory.free_memory", lambda device: found[device.type])
+        monkeypatch.setattr("hasslefree.planning.memory.free_memory", lambda device, processes: found[device.type])
 
     return set_free
 
@@ -325,6 +325,30 @@ def test_probes_that_do_not_fit_have_a_remedy(tmp_path, free):
     fast, text = next(option for option in remedies(setup) if "effort" in option[1])
     assert text.endswith("which runs no probes")
     assert estimate(fast).ram_peak < estimate(setup).ram_peak
+
+
+def test_processes_of_one_machine_share_its_memory(tmp_path, monkeypatch):
+    """A run that needs a third of what is free fits twice, and not four times."""
+    setup = dataclasses.replace(planned(tmp_path / "model"), storage="disk", prefetch=False)
+    monkeypatch.setattr("hasslefree.planning.machine.CGROUPS", tmp_path)
+    monkeypatch.setattr("psutil.Process", lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=0)))
+    available = 3 * estimate(setup).ram_peak
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=available, total=10**12))
+    check_memory(setup)
+    check_memory(dataclasses.replace(setup, processes=2))
+    with pytest.raises(MemoryShortError, match="not enough memory"):
+        check_memory(dataclasses.replace(setup, processes=4))
+    # Four processes on two machines: torchrun says how many are on this one.
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    check_memory(dataclasses.replace(setup, processes=4))
+
+
+def test_each_process_counts_its_own_masters(tmp_path):
+    """Free memory is divided among the processes, so its need must not be multiplied by them too."""
+    recipe = dataclasses.replace(FAST, match_predictions=64)
+    setup = dataclasses.replace(planned(tmp_path / "model", recipe), device=GPU, storage="cpu")
+    alone, of_four = (estimate(dataclasses.replace(setup, processes=count)).ram for count in (1, 4))
+    assert of_four["masters"] == alone["masters"] > 0
 
 
 def test_free_memory_is_what_the_machine_has():

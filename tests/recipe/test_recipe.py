@@ -240,6 +240,8 @@ def test_a_file_that_is_no_text(tmp_path):
         ({"bits": 4}, {"method": "joint-grid", "size": "5.2bits", "pattern": "dense"}),
         ({"bits": 4, "rank": 8}, {"method": "joint-grid", "size": None}),
         ({"engine": "mlx"}, {"method": "joint-grid", "size": "5.2bits"}),
+        # Without a size, an engine fixes the bits: with rank 0 there is nothing to move.
+        ({"method": "gptq", "engine": "mlx", "effort": "best"}, {"bits": 4, "allocate": "uniform"}),
         ({"pattern": "2:4", "size": "5bits"}, {"method": "joint"}),
         ({"rank": 4, "method": "joint-grid", "pattern": "2:4"}, {"offset": None}),
         # Without ranks, layers of N:M have nothing to give each other.

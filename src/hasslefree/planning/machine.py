@@ -32,10 +32,13 @@ def product_rate(device: torch.device, side: int = 1024) -> float:
     return 2 * side**3 / best
 
 
-def free_memory(device: torch.device) -> int:
+def free_memory(device: torch.device, processes: int = 1) -> int:
     """The bytes that this process may use, including those that it uses already.
 
     The processes of one machine share its RAM: each gets an equal part of what is left.
+
+    Args:
+        processes: those of the run, if torchrun does not say how many are on this machine.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -45,7 +48,7 @@ def free_memory(device: torch.device) -> int:
     container = container_memory()
     if container is not None:
         available = min(available, container.free)
-    return used + available // local_processes()
+    return used + available // local_processes(processes)
 
 
 def total_memory(device: torch.device) -> int:
@@ -57,10 +60,14 @@ def total_memory(device: torch.device) -> int:
     return total if container is None else min(total, container.limit)
 
 
-def local_processes() -> int:
-    """The number of processes of this run on this machine, as torchrun states it."""
-    count = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(int(count), 1) if count.isdigit() else 1
+def local_processes(processes: int = 1) -> int:
+    """The number of processes of a run on this machine, as torchrun states it.
+
+    Args:
+        processes: the number if torchrun has not started this process, as for `hasslefree plan`.
+    """
+    count = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(int(count), 1) if count.isdigit() else processes
 
 
 @dataclass(frozen=True)

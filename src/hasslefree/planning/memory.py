@@ -215,7 +215,7 @@ def estimate(setup: Setup) -> Footprint:
         else {"libraries": 2 * LIBRARIES, "weights": 2 * max(outside, total(block))}
     )
     if setup.matched_tokens and not on_cpu and setup.storage != "device":
-        ram["masters"] = setup.processes * masters(setup)
+        ram["masters"] = masters(setup)
     if (
         setup.prefetch and len(setup.plan) > 1
     ):  # on CUDA, pinned memory comes in powers of two; writing takes a copy
@@ -373,9 +373,9 @@ def seconds_by_phase(setup: Setup, without: Collection[str] = ()) -> dict[str, f
 
 def fits(setup: Setup) -> bool:
     footprint = estimate(setup)
-    return footprint.ram_peak <= free_memory(RAM) and footprint.device_peak <= free_memory(
-        setup.device
-    )
+    if footprint.ram_peak > free_memory(RAM, setup.processes):
+        return False
+    return footprint.device_peak <= free_memory(setup.device, setup.processes)
 
 
 def without_prefetch_if_tight(setup: Setup) -> Setup:
@@ -432,7 +432,7 @@ def peaks(setup: Setup) -> dict[str, str]:
         memories = {f"peak of {setup.device}": (footprint.device, setup.device)} | memories
     return {
         name: (
-            f"{size(total(terms))}, of {size(free_memory(device))} available: "
+            f"{size(total(terms))}, of {size(free_memory(device, setup.processes))} available: "
             + ", ".join(f"{term} {size(value)}" for term, value in terms.items() if value)
         )
         for name, (terms, device) in memories.items()
