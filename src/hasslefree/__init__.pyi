@@ -15,8 +15,8 @@ from .evaluation.run import perplexity as perplexity
 from .exports.export import export as export
 from .packed.linear import SparseLowRankLinear as SparseLowRankLinear
 from .packed.linear import use_backend as use_backend
+from .pipeline.advise import advise as advise
 from .pipeline.compress import compress as compress
-from .planning.advise import advise as advise
 from .recipe.recipe import Recipe as Recipe
 from .solve.decompose import decompose as decompose
 from .solve.low_rank.adam import Adam as Adam

@@ -219,7 +219,7 @@ def plan(
     content: dict[str, Any] = {}
     tables: list[Any] = []
     if recipe.size and setup.resolved.allocate == "error":
-        from hasslefree.planning.advise import advise
+        from hasslefree.pipeline.advise import advise
 
         options: dict[str, Any] = {
             "device": device,

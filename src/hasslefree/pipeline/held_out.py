@@ -3,7 +3,6 @@ training has read.
 """
 
 import logging
-import math
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -20,20 +19,10 @@ from hasslefree.models.precision import computing
 from hasslefree.models.probe import logits_of
 from hasslefree.models.walk import Visit, Walk
 from hasslefree.pipeline.inputs import CalibrationText, check_segments, more_text
+from hasslefree.planning.held_out import ROWS, segments_held_out
 from hasslefree.progress import CHECK
 
 logger = logging.getLogger(__name__)
-
-# Held-out tokens, and the most segments.
-TOKENS = 4096
-SEGMENTS = 32
-# Tokens whose predictions are in memory at a time.
-ROWS = 256
-
-
-def segments_held_out(seqlen: int) -> int:
-    """The number of segments to hold out, if the text has as many."""
-    return min(math.ceil(TOKENS / seqlen), SEGMENTS)
 
 
 class Check:

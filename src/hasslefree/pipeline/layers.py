@@ -22,7 +22,7 @@ from hasslefree.models.walk import Visit
 from hasslefree.models.weights import trim
 from hasslefree.packed.linear import SparseLowRankLinear
 from hasslefree.pipeline.job import Job
-from hasslefree.planning.plan import LayerPlan
+from hasslefree.planning.plan import LayerPlan, relative_cost
 from hasslefree.progress import Phase
 from hasslefree.solve.decompose import solve_layer
 from hasslefree.solve.methods import with_grid
@@ -196,12 +196,6 @@ def install_layer(task: Task, name: str, owner: int, done: Done | None) -> Done:
         world.broadcast_(tensor, owner)
     site.replace(layer)
     return layer, record
-
-
-def relative_cost(layer: LayerPlan) -> float:
-    """The time of a layer up to a factor: most of it is products out × in × in."""
-    out, width = layer.spec.shape
-    return out * width**2
 
 
 def assign_layers(plans: Plans, processes: int) -> dict[str, int]:

@@ -29,10 +29,16 @@ from hasslefree.models.experts import share_of_tokens, split_experts
 from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqlen
 from hasslefree.models.precision import product_dtype
 from hasslefree.models.rules import by_kind
-from hasslefree.pipeline.held_out import ROWS, segments_held_out
-from hasslefree.pipeline.layers import relative_cost
+from hasslefree.planning.held_out import ROWS, segments_held_out
 from hasslefree.planning.machine import free_memory, in_one_pass, product_rate, room_for_sums
-from hasslefree.planning.plan import LayerPlan, Plan, bytes_on_disk, plan_of, select
+from hasslefree.planning.plan import (
+    LayerPlan,
+    Plan,
+    bytes_on_disk,
+    plan_of,
+    relative_cost,
+    select,
+)
 from hasslefree.progress import ALLOCATION, CHECK, INPUTS, PREDICTIONS, PROBES, REFERENCE, SOLVING
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolve import Resolved

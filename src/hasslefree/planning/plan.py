@@ -77,6 +77,15 @@ class LayerPlan:
         )
 
 
+def relative_cost(layer: LayerPlan) -> float:
+    """A number to which the time of a layer is proportional: out · in².
+
+    Every method spends most of its time on products out × in × in.
+    """
+    out, width = layer.spec.shape
+    return out * width**2
+
+
 # For every block: the name of a layer in it → its plan.
 Plan = list[dict[str, LayerPlan]]
 

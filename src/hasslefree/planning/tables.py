@@ -10,7 +10,7 @@ from rich.text import Text
 
 from hasslefree.errors import with_flags
 from hasslefree.models.blocks import other_modalities
-from hasslefree.planning.advise import Advice
+from hasslefree.planning.advice import Advice
 from hasslefree.planning.machine import product_rate
 from hasslefree.planning.memory import Setup, estimate, flops_by_phase, peaks, verdict
 from hasslefree.planning.plan import ROOM, select

@@ -9,7 +9,6 @@ compressed model.
 
 import dataclasses
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,10 @@ from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.models.weights import Weights
 from hasslefree.pipeline.inputs import CalibrationText, check_segments, draw, open_model
 from hasslefree.pipeline.preflight import preflight
+from hasslefree.planning.advice import Advice
 from hasslefree.planning.machine import memory_reused
 from hasslefree.planning.memory import Setup, check_memory, seconds_by_phase
 from hasslefree.planning.plan import (
-    Plan,
     bytes_of,
     layer_room,
     select,
@@ -39,31 +38,6 @@ from hasslefree.planning.plan import (
 from hasslefree.progress import INPUTS, LOADING, SOLVING, Listener, Phases
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.validation import typed
-
-
-@dataclass(frozen=True)
-class Advice:
-    """A plan within a size: least and most bits and rank, the model's bytes, and the estimate above
-    in nats a token.
-    """
-
-    plan: Plan = dataclasses.field(repr=False)
-    bits: tuple[int, int] | None
-    rank: tuple[int, int]
-    bytes: int
-    divergence: float
-
-    @classmethod
-    def of(cls, plan: Plan, dense: int, divergence: float) -> "Advice":
-        """dense: bytes of what stays dense."""
-        specs = [layer.spec for plans in plan for layer in plans.values()]
-        bits, ranks = [spec.grid.bits for spec in specs if spec.grid], [spec.rank for spec in specs]
-        span = (min(bits), max(bits)) if bits else None
-        return cls(plan, span, (min(ranks), max(ranks)), dense + bytes_of(plan), divergence)
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON: all but the plan."""
-        return {name: value for name, value in vars(self).items() if name != "plan"}
 
 
 @typed

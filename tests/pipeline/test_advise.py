@@ -15,7 +15,7 @@ from hasslefree.core.patterns import SemiStructured
 from hasslefree.distributed import ALONE
 from hasslefree.errors import BudgetError, HasslefreeError, OutputError, RecipeError
 from hasslefree.models.blocks import find_blocks
-from hasslefree.planning.advise import advise
+from hasslefree.pipeline.advise import advise
 from hasslefree.planning.plan import LayerPlan, digest, select, uniform_plans
 from hasslefree.recipe.resolve import DEFAULT_SIZE, with_defaults
 from hasslefree.units import Size

@@ -1,0 +1,51 @@
+"""A choice of bits and ranks within a size, with the loss that it is expected to cause."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from hasslefree.planning.plan import Plan, bytes_of
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A plan within a size, and its estimated loss.
+
+    Args:
+        plan: the plan of every layer.
+        bits: the least and the most bits of a layer; None without grids.
+        rank: the least and the largest rank of a layer.
+        bytes: the size of all weights of the model, including those that stay dense.
+        divergence: the estimated loss, in nats per token, before any training.
+    """
+
+    plan: Plan = dataclasses.field(repr=False)
+    bits: tuple[int, int] | None
+    rank: tuple[int, int]
+    bytes: int
+    divergence: float
+
+    @classmethod
+    def of(cls, plan: Plan, dense: int, divergence: float) -> "Advice":
+        """The advice for a plan.
+
+        Args:
+            dense: the bytes of what stays dense.
+            divergence: see the class.
+        """
+        bits: list[int] = []
+        ranks: list[int] = []
+        for plans in plan:
+            for layer in plans.values():
+                ranks.append(layer.spec.rank)
+                if layer.spec.grid is not None:
+                    bits.append(layer.spec.grid.bits)
+        bit_range = (min(bits), max(bits)) if bits else None
+        rank_range = (min(ranks), max(ranks))
+        return cls(plan, bit_range, rank_range, dense + bytes_of(plan), divergence)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields but the plan, for JSON."""
+        fields = dict(vars(self))
+        del fields["plan"]
+        return fields
