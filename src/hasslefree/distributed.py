@@ -1,6 +1,4 @@
-"""The processes of one compression under `torchrun`: how work is divided and results are
-combined.
-"""
+"""Divide the work of one compression among the processes of `torchrun`, and combine results."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,8 +20,11 @@ PATIENCE = timedelta(hours=12)
 
 @dataclass(frozen=True)
 class World:
-    """This process among all processes. rank: rank 0 writes files. size: the number of
-    processes.
+    """This process among all processes.
+
+    Args:
+        rank: of this process; rank 0 writes files.
+        size: the number of processes.
     """
 
     rank: int = 0
@@ -48,7 +49,11 @@ class World:
                 dist.all_reduce(tensor)
 
     def total(self, value: float, device: torch.device) -> float:
-        """The sum of the values of all processes. device: where they exchange tensors."""
+        """The sum of the values of all processes.
+
+        Args:
+            device: where they exchange tensors.
+        """
         if self.size == 1:
             return value
         summed = torch.tensor(value, dtype=torch.float64, device=device)
@@ -85,43 +90,47 @@ ALONE = World()
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[World]:
-    """The processes that `torchrun` started, or this one alone. device: NCCL is used for GPUs, gloo
-    for CPUs.
+    """Join the processes that `torchrun` started; without torchrun, this process is alone.
+
+    Args:
+        device: of this process. NCCL is used for GPUs, gloo for CPUs.
+
+    Raises:
+        DistributedError: the environment of torchrun is incomplete.
     """
     if dist.is_initialized():
         yield World(dist.get_rank(), dist.get_world_size())
-    elif (size := os.environ.get("WORLD_SIZE", "1")) == "1":
+        return
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size == "1":
         yield ALONE
-    elif not (
-        size.isdecimal() and os.environ.get("RANK", "").isdecimal() and "MASTER_ADDR" in os.environ
-    ):
+        return
+    has_rank = os.environ.get("RANK", "").isdecimal() and "MASTER_ADDR" in os.environ
+    if not size.isdecimal() or not has_rank:
         raise DistributedError(
             f"WORLD_SIZE is {size!r}, but RANK and MASTER_ADDR do not say which process this is;"
             " start the processes by torchrun, or unset WORLD_SIZE"
         )
+    if device.type == "cuda":
+        if device.index is None:
+            device = torch.device(local_device() or "cuda:0")
+        # Otherwise every process sends its objects through the first GPU.
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=PATIENCE, device_id=device)
     else:
-        if device.type == "cuda":
-            device = (
-                device if device.index is not None else torch.device(local_device() or "cuda:0")
-            )
-            torch.cuda.set_device(
-                device
-            )  # else every process sends its objects through the first GPU
-            dist.init_process_group("nccl", timeout=PATIENCE, device_id=device)
-        else:
-            dist.init_process_group("gloo", timeout=PATIENCE)
-        try:
-            yield World(dist.get_rank(), dist.get_world_size())
-        finally:
-            dist.destroy_process_group()
+        dist.init_process_group("gloo", timeout=PATIENCE)
+    try:
+        yield World(dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()
 
 
 def local_device() -> str | None:
-    """The GPU of this process under `torchrun`; None where there is no torchrun or no GPU."""
+    """The GPU of this process under `torchrun`; None without torchrun or without a GPU."""
     rank = os.environ.get("LOCAL_RANK")
-    if rank and torch.cuda.is_available():
-        return f"cuda:{int(rank) % torch.cuda.device_count()}"
-    return None
+    if not rank or not torch.cuda.is_available():
+        return None
+    return f"cuda:{int(rank) % torch.cuda.device_count()}"
 
 
 @contextmanager
