@@ -19,7 +19,7 @@ from hasslefree.checkpoint.resume import Unfinished
 from hasslefree.demo.run import MODEL
 from hasslefree.models.load import load_on_disk
 from hasslefree.pipeline import held_out
-from hasslefree.planning.held_out import SEGMENTS
+from hasslefree.planning.schedule import HELD_OUT_SEGMENTS
 from hasslefree.texts import calibration_documents, disjoint_segments, draw_segments
 from tests.listeners import by_layer, free_port
 from tests.tiny_models import build, tensors_of
@@ -73,7 +73,7 @@ def transformers_perplexity(model, segments):
     ("family", "fields"), [("llama", {}), ("llama", {"match_predictions": 256}), ("gemma4_text", {})]
 )
 def test_the_perplexities_are_those_of_transformers(family, fields, rows, recipe, read, tmp_path, monkeypatch):
-    monkeypatch.setattr(held_out, "ROWS", rows)
+    monkeypatch.setattr(held_out, "HELD_OUT_ROWS", rows)
     model = build(family)
     model.get_output_embeddings().weight.data *= 30  # else all predictions are nearly uniform
     model.save_pretrained(tmp_path / "dense")
@@ -81,7 +81,7 @@ def test_the_perplexities_are_those_of_transformers(family, fields, rows, recipe
     report = compress(tmp_path / "out", recipe, tmp_path / "dense", device="cpu")
     found, trained = report.held_out, report.predictions
     assert not fields or trained["after"] < trained["before"]
-    assert found["segments"] == len(read[0]) == SEGMENTS
+    assert found["segments"] == len(read[0]) == HELD_OUT_SEGMENTS
     for name, folder in {"dense": "dense", "compressed": "out"}.items():
         model = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
         assert found[name] == pytest.approx(transformers_perplexity(model, read[0]), rel=1e-5), name
@@ -128,7 +128,7 @@ def test_no_text_that_was_used_is_held_out(recipe, read, tmp_path):
     documents = calibration_documents(recipe.calibration)
     drawn = draw_segments(documents, numbers, recipe.samples, SEQLEN, recipe.seed)
     used = {run for segment in [*drawn, *disjoint_segments(documents, numbers, 5, SEQLEN, 0)] for run in runs(segment)}
-    assert 0 < len(read[0]) < SEGMENTS
+    assert 0 < len(read[0]) < HELD_OUT_SEGMENTS
     assert not used & {run for segment in read[0] for run in runs(segment)}
 
 
@@ -215,7 +215,7 @@ def test_text_that_the_model_writes_is_held_out_too(recipe, read, tmp_path):
     )
     assert 1 < report.held_out["dense"] < report.held_out["compressed"]
     assert "held-out tokens that the model wrote itself" in report.summary()
-    assert len(read[0]) == SEGMENTS
+    assert len(read[0]) == HELD_OUT_SEGMENTS
 
 
 def too_short(recipe):

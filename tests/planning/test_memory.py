@@ -26,9 +26,9 @@ from hasslefree.planning.memory import (
     without_prefetch_if_tight,
 )
 from hasslefree.planning.plan import make_plan, select
+from hasslefree.planning.schedule import segments_for
 from hasslefree.planning.tables import plan_summary, plan_table
 from hasslefree.progress import ALLOCATION, CHECK, INPUTS, PREDICTIONS, PROBES, REFERENCE, SOLVING
-from hasslefree.train.schedule import segments_for
 from hasslefree.units import size
 from tests.tiny_models import FAMILIES, build, segments, tensors_of
 

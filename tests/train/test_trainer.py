@@ -23,9 +23,10 @@ from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Walk
 from hasslefree.models.weights import Source, Weights
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
+from hasslefree.planning.schedule import Training, passes_over, segments_for
 from hasslefree.train.gradients import Divergence
 from hasslefree.train.optimizer import Masters
-from hasslefree.train.schedule import Reference, Training, passes_over, segments_for
+from hasslefree.train.reference import Reference
 from hasslefree.train.trainer import Trainer, reference_of, train
 from tests.tiny_models import build, logits, segments
 
@@ -105,7 +106,7 @@ def test_the_gradients_are_those_of_the_divergence_of_the_whole_model(
 @pytest.fixture
 def two_held_out(monkeypatch):
     """Of ten segments."""
-    monkeypatch.setattr("hasslefree.train.schedule.TRAINING_PER_VALIDATION", 4)
+    monkeypatch.setattr("hasslefree.planning.schedule.TRAINING_PER_VALIDATION", 4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

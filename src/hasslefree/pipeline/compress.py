@@ -62,7 +62,7 @@ from hasslefree.progress import (
 )
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolve import Resolved
-from hasslefree.train.schedule import Reference
+from hasslefree.train.reference import Reference
 from hasslefree.train.trainer import reference_of
 from hasslefree.validation import typed
 

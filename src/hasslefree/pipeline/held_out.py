@@ -19,7 +19,7 @@ from hasslefree.models.precision import computing
 from hasslefree.models.probe import logits_of
 from hasslefree.models.walk import Visit, Walk
 from hasslefree.pipeline.inputs import CalibrationText, check_segments, more_text
-from hasslefree.planning.held_out import ROWS, segments_held_out
+from hasslefree.planning.schedule import HELD_OUT_ROWS, segments_held_out
 from hasslefree.progress import CHECK
 
 logger = logging.getLogger(__name__)
@@ -104,8 +104,8 @@ class Check:
         total = 0.0
         for index, segment in enumerate(self.segments):
             states = run[index]
-            for first in range(0, len(segment) - 1, ROWS):
-                rows = slice(first, first + ROWS)
+            for first in range(0, len(segment) - 1, HELD_OUT_ROWS):
+                rows = slice(first, first + HELD_OUT_ROWS)
                 total += self.loss(segment, states[:, rows], first)
         predicted = self.segments.numel() - len(self.segments)
         mean = torch.tensor(total / predicted, dtype=torch.float64)
@@ -117,10 +117,10 @@ class Check:
 
         Args:
             segment: token ids (tokens,).
-            states: outputs of the last block for the tokens from `first` on, (1, ROWS, width).
+            states: outputs of the last block for the tokens from `first` on, (1, rows, width).
         """
         walk = self.walk
-        labels = segment[first + 1 : first + 1 + ROWS]
-        tokens = segment[first : first + ROWS]
+        labels = segment[first + 1 : first + 1 + HELD_OUT_ROWS]
+        tokens = segment[first : first + HELD_OUT_ROWS]
         logits = logits_of(walk.model, walk.blocks, walk.calls, tokens, states)[: len(labels)]
         return F.cross_entropy(logits.float(), labels, reduction="sum").item()

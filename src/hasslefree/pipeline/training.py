@@ -19,8 +19,9 @@ from hasslefree.pipeline.inputs import more_text
 from hasslefree.pipeline.job import Job
 from hasslefree.pipeline.preflight import block_tensors
 from hasslefree.planning.machine import in_one_pass
+from hasslefree.planning.schedule import Training, passes_over, segments_for
 from hasslefree.progress import READ_BACK, Phase
-from hasslefree.train.schedule import Reference, Training, passes_over, segments_for
+from hasslefree.train.reference import Reference
 from hasslefree.train.trainer import train
 
 logger = logging.getLogger(__name__)

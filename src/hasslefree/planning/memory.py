@@ -29,7 +29,6 @@ from hasslefree.models.experts import share_of_tokens, split_experts
 from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqlen
 from hasslefree.models.precision import product_dtype
 from hasslefree.models.rules import by_kind
-from hasslefree.planning.held_out import ROWS, segments_held_out
 from hasslefree.planning.machine import free_memory, in_one_pass, product_rate, room_for_sums
 from hasslefree.planning.plan import (
     LayerPlan,
@@ -39,12 +38,12 @@ from hasslefree.planning.plan import (
     relative_cost,
     select,
 )
+from hasslefree.planning.schedule import HELD_OUT_ROWS, Training, segments_for, segments_held_out
 from hasslefree.progress import ALLOCATION, CHECK, INPUTS, PREDICTIONS, PROBES, REFERENCE, SOLVING
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolve import Resolved
 from hasslefree.solve.methods.joint import CHECKS, QUICK_PRUNING
 from hasslefree.solve.scaled import cache_bytes
-from hasslefree.train.schedule import Training, segments_for
 from hasslefree.units import FLOAT, size
 
 logger = logging.getLogger(__name__)
@@ -207,7 +206,7 @@ def estimate(setup: Setup) -> Footprint:
         head["logits"] = LOGITS * FLOAT * setup.tokens[1] * setup.embeddings.num_embeddings
     elif setup.checked_tokens:
         head["logits"] = (
-            LOGITS * FLOAT * min(ROWS, setup.tokens[1]) * setup.embeddings.num_embeddings
+            LOGITS * FLOAT * min(HELD_OUT_ROWS, setup.tokens[1]) * setup.embeddings.num_embeddings
         )
     block = {"block": max(map(block_bytes, repeat(setup), setup.blocks.modules, setup.plan))}
     moments: list[dict[str, int]] = [head, block | solving_terms(setup)]

@@ -36,10 +36,11 @@ from hasslefree.models.precision import computing, only_trained
 from hasslefree.models.probe import logits_of
 from hasslefree.models.walk import Walk
 from hasslefree.packed.linear import compressed_layers
+from hasslefree.planning.schedule import Training
 from hasslefree.progress import PREDICTIONS, REFERENCE
 from hasslefree.train.gradients import BlockGraph, Divergence, input_scales
 from hasslefree.train.optimizer import Masters, norms
-from hasslefree.train.schedule import Reference, Training
+from hasslefree.train.reference import Reference
 
 logger = logging.getLogger(__name__)
 

@@ -1,18 +1,17 @@
-"""The settings of training, the text that it reads, and how often it reads it."""
-
-from __future__ import annotations
+"""The settings of training, and the amounts of text that it and the check of a compression read."""
 
 import math
 from dataclasses import dataclass
-
-from torch import Tensor
-
-from hasslefree.models.activations import Activations
 
 # Training segments per validation segment.
 TRAINING_PER_VALIDATION = 16
 # The most passes over a text that is too short.
 MOST_PASSES = 3
+# Tokens held out to measure perplexity, the most segments, and the tokens whose predictions are in
+# memory at a time.
+HELD_OUT_TOKENS = 4096
+HELD_OUT_SEGMENTS = 32
+HELD_OUT_ROWS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,42 +51,6 @@ class Training:
         return max(self.batch // seqlen, 1) * seqlen
 
 
-@dataclass(frozen=True)
-class Reference:
-    """The last hidden states of the dense model for the text that the model is trained on.
-
-    Args:
-        segments: token ids of this process, (samples, tokens).
-        states: outputs of the last block for these segments.
-        total: number of segments of all processes.
-        tokens: number of training tokens that were asked for.
-    """
-
-    segments: Tensor
-    states: Activations
-    total: int
-    tokens: int = 0
-
-    @property
-    def validation(self) -> range:
-        """Global indices of the segments that are held out: the first ones, at least one."""
-        return range(self.total - trained_of(self.total))
-
-    @property
-    def training(self) -> range:
-        """Global indices of the segments to train on."""
-        return range(len(self.validation), self.total)
-
-    @property
-    def seqlen(self) -> int:
-        return self.segments.shape[1]
-
-    @property
-    def passes(self) -> int:
-        """How often the segments to train on are read, if no deadline says how long."""
-        return passes_over(self.total, self.tokens, self.seqlen)
-
-
 def segments_for(tokens: int, seqlen: int) -> int:
     """How many segments hold this number of training tokens, plus the validation segments."""
     training = math.ceil(tokens / seqlen)
@@ -108,3 +71,12 @@ def passes_over(
     tokens_per_pass = max(trained_of(segments), 1) * seqlen
     passes = round(tokens / tokens_per_pass)
     return min(max(passes, 1), MOST_PASSES)
+
+
+def segments_held_out(seqlen: int) -> int:
+    """The number of segments that are held out to measure perplexity, if the text has as many.
+
+    Args:
+        seqlen: tokens per segment.
+    """
+    return min(math.ceil(HELD_OUT_TOKENS / seqlen), HELD_OUT_SEGMENTS)
