@@ -7,7 +7,6 @@ follows the switches of huggingface_hub (`HF_HUB_DISABLE_PROGRESS_BARS=1` and
 
 import functools
 import os
-import shutil
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -40,19 +39,14 @@ def with_bar(call: C) -> C:
 
 
 def show(bar: Any, step: Step) -> None:
-    """Show a step: the share of the run that is done, or of the phase if that of the run is not
-    known.
+    """Show a step, and the share of the run that is done, or of the phase before its first count.
+
+    In a narrow terminal, tqdm cuts the end of the line.
     """
-    columns = shutil.get_terminal_size().columns
-    text = step.phase
-    if columns >= 80:
-        text += f" {step.count}"
-    if columns >= 60:
-        text += step.about()
-    bar.set_description_str(text, refresh=False)
+    bar.set_description_str(f"{step.phase} {step.count}{step.about}", refresh=False)
     share = step.done / step.total
-    if step.run_left is not None:
-        share = step.run_seconds / max(step.run_seconds + step.run_left, 1e-9)
+    if step.left is not None:
+        share = step.seconds / (step.seconds + step.left)
     bar.update(share - bar.n)
     if not step.done:
         bar.refresh()  # the name of a phase is shown as soon as it begins

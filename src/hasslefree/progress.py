@@ -17,7 +17,7 @@ Timers do not wait for a GPU: queued work counts in the phase that waits for it.
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -58,14 +58,11 @@ class Step:
     Args:
         phase: its name.
         done, total, unit: the count, which never falls and ends at the total, and what is counted.
-        seconds: the time that the phase has taken so far.
-        left: estimated seconds until the phase ends, from the rate so far; None before the first
-            count.
+        seconds: the time that the run has taken so far.
+        left: estimated seconds until the run ends, or until the phase ends if it is not known how
+            long the run should take; None before the first count.
         ended: it is the last step of its phase.
         layer: the `LayerRecord` of the layer that was just compressed; None in all other steps.
-        run_seconds: the time that the run has taken so far.
-        run_left: estimated seconds until the run ends; None as long as it is not known how long
-            the phases should take.
     """
 
     phase: str
@@ -76,8 +73,6 @@ class Step:
     left: float | None
     ended: bool = False
     layer: Any = None
-    run_seconds: float = 0.0
-    run_left: float | None = None
 
     @property
     def count(self) -> str:
@@ -86,12 +81,12 @@ class Step:
             return f"{self.done:,}/{self.total:,} {self.unit}"
         return ""
 
+    @property
     def about(self) -> str:
-        """The time left of the run, or else of the phase, after a comma."""
-        left = self.left if self.run_left is None else self.run_left
-        if left is None or left < 1:
+        """The time left, after a comma."""
+        if self.left is None or self.left < 1:
             return ""
-        return f", about {duration(left)} left"
+        return f", about {duration(self.left)} left"
 
 
 Listener = Callable[[Step], None]
@@ -124,63 +119,44 @@ class Phase:
     done: int = 0
     skipped: int = 0
 
-    @property
-    def left(self) -> float | None:
-        """Estimated seconds until the phase ends, from the rate so far; None before any count."""
-        measured = self.done - self.skipped
-        if not measured:
-            return None
-        return self.seconds / measured * (self.total - self.done)
-
     def advance(self, count: int = 1, layer: Any = None) -> None:
         """Count what was done. layer: as for `Step`."""
         self.done = min(self.done + count, self.total)
         self.phases.notify(self, layer=layer)
-
-    def reach(self, done: int) -> None:
-        """Advance to this count; ignore one that was reached before, as when a trainer restarts."""
-        self.advance(max(done - self.done, 0))
 
     def skip(self, count: int, layer: Any = None) -> None:
         """Count what an interrupted run has done, without an effect on the time left."""
         self.skipped += count
         self.advance(count, layer)
 
-    def running(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def running(self) -> Iterator[None]:
         """Run the timer of this phase within the context, in place of the one that runs now."""
-        return self.phases.timing(self)
+        outer = self.phases.timed
+        self.phases.switch(self)
+        try:
+            yield
+        finally:
+            self.phases.switch(outer)
 
 
 class Phases:
-    """The phases of one run, for a listener and the log.
+    """The phases of one run, for a listener and the log, which gets a line every `INTERVAL`.
 
     Args:
         listener: called with every step, in the thread that works.
-        log: write a line of level INFO every `INTERVAL`.
-        clock: gives seconds.
+
+    Attributes:
+        expected: seconds that phases should take, by their names; with them, the time left is that
+            of the whole run.
     """
 
-    def __init__(
-        self,
-        listener: Listener | None = None,
-        log: bool = True,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
-        self.listener = listener
-        self.log = log
-        self.clock = clock
+    def __init__(self, listener: Listener | None = None):
+        self.listener = listener or ignore
         self.by_name: dict[str, Phase] = {}
         self.timed: Phase | None = None
         self.expected: Mapping[str, float] = {}
-        self.began = self.charged = self.logged = clock()
-
-    def __getitem__(self, name: str) -> Phase:
-        """The phase of this name, which has begun."""
-        return self.by_name[name]
-
-    def expect(self, seconds: Mapping[str, float]) -> None:
-        """Estimate the time left of the whole run, given how long its phases should take."""
-        self.expected = seconds
+        self.began = self.charged = self.logged = time.perf_counter()
 
     @contextmanager
     def phase(
@@ -224,19 +200,9 @@ class Phases:
             PhaseTime(name, phase.seconds) for name, phase in self.by_name.items() if phase.total
         )
 
-    @contextmanager
-    def timing(self, phase: Phase) -> Iterator[None]:
-        """Run the timer of a phase within the context, in place of the one that runs now."""
-        outer = self.timed
-        self.switch(phase)
-        try:
-            yield
-        finally:
-            self.switch(outer)
-
     def switch(self, phase: Phase | None) -> None:
         """Add the time since the last call to the phase that is timed, and time this one."""
-        now = self.clock()
+        now = time.perf_counter()
         if self.timed is not None:
             self.timed.seconds += now - self.charged
         self.charged = now
@@ -252,34 +218,23 @@ class Phases:
         self.switch(self.timed)
         if not phase.total:
             return
-        step = Step(
-            phase.name,
-            phase.done,
-            phase.total,
-            phase.unit,
-            phase.seconds,
-            phase.left,
-            ended,
-            layer,
-            run_seconds=self.charged - self.began,
-            run_left=self.time_left(),
-        )
-        if self.listener:
-            self.listener(step)
-        if self.log and self.charged - self.logged >= INTERVAL:
+        seconds = self.charged - self.began
+        left = self.time_left(phase)
+        step = Step(phase.name, phase.done, phase.total, phase.unit, seconds, left, ended, layer)
+        self.listener(step)
+        if self.charged - self.logged >= INTERVAL:
             self.logged = self.charged
             count = f"{step.count}, " if step.unit else ""
-            so_far = duration(step.run_seconds)
-            logger.info("%s: %s%s so far%s", step.phase, count, so_far, step.about())
+            logger.info("%s: %s%s so far%s", step.phase, count, duration(seconds), step.about)
 
-    def time_left(self) -> float | None:
-        """Estimated seconds until the run ends: those expected, at the pace of the run so far."""
-        prior = TRUST * sum(self.expected.values())
-        if not prior:
-            return None
-        measured = expected = prior
+    def time_left(self, current: Phase) -> float | None:
+        """Estimated seconds until the run ends: those expected, at the pace of the run so far.
+
+        If none are expected, those until the current phase ends.
+        """
+        measured = expected = TRUST * sum(self.expected.values())
         left = 0.0
-        for name, seconds in self.expected.items():
+        for name, seconds in (self.expected or {current.name: 1.0}).items():
             phase = self.by_name.get(name)
             if phase is None or not phase.total:
                 left += seconds
@@ -287,4 +242,6 @@ class Phases:
             measured += phase.seconds
             expected += seconds * (phase.done - phase.skipped) / phase.total
             left += seconds * (phase.total - phase.done) / phase.total
+        if not expected:
+            return None
         return left * measured / expected

@@ -65,7 +65,7 @@ class Bars(Progress):
 
     def show(self, step: Step) -> None:
         """Show a step of a phase."""
-        self.left = step.about()
+        self.left = step.about
         if step.layer is not None:
             error = f"relative error {step.layer.relative_error:.5f}"
             self.layer = escaped(f"{step.layer.name}: {error}")

@@ -90,7 +90,7 @@ def advise(
         setup = Setup(loaded, blocks, uniform[0], untrained, shape, target, activations)
         weights = Weights(loaded, target, prefetch=check_memory(setup).prefetch)
         options = {"storage": activations, "folder": Path(scratch), "phases": phases}
-        phases.expect(seconds_by_phase(setup, without=(INPUTS, SOLVING)))
+        phases.expected = seconds_by_phase(setup, without=(INPUTS, SOLVING))
         walk, _ = preflight(loaded, blocks, weights, uniform[0], segments[:1], options)
         dealt = by_sensitivity(
             walk,

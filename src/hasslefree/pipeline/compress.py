@@ -136,7 +136,7 @@ def compress(
         process_group(target) as world,
         workplace(folder, overwrite, resume, world) as work,
     ):
-        phases = Phases(progress, log=world.writes)
+        phases = Phases(progress)
         scratch = work.scratch / str(world.rank)
         with phases.phase(LOADING):
             name, loaded, tokenizer = open_model(
@@ -235,7 +235,7 @@ def run(job: Job) -> Record:
     setup = setup_of_job(job)
     walk, digests = open_walk(job, setup)
     share_trained_state(job)
-    job.phases.expect(seconds_by_phase(setup, without=phases_to_skip(job)))
+    job.phases.expected = seconds_by_phase(setup, without=phases_to_skip(job))
     reference, check = run_dense_model(job, walk)
     allocation = job.world.broadcast(allocate(job, walk))
     description = described(job)
