@@ -56,11 +56,13 @@ def test_a_listener_gets_the_count_and_the_time_left_of_the_phase(clock):
         phase.skip(4)
         clock.passes(1)
         phase.advance(1, "the layer")
-        phase.advance(2)
+        phase.reach(7)
+        phase.reach(2)
     assert [(step.done, step.seconds, step.left, step.ended, step.layer) for step in steps] == [
         (0, 10, None, False, None),
         (4, 11, None, False, None),
         (5, 12, 6.0, False, "the layer"),
+        (7, 12, pytest.approx(2 / 3), False, None),
         (7, 12, pytest.approx(2 / 3), False, None),
         (8, 12, 0.0, True, None),
     ]

@@ -124,6 +124,10 @@ class Phase:
         self.done = min(self.done + count, self.total)
         self.phases.notify(self, layer=layer)
 
+    def reach(self, done: int) -> None:
+        """Advance to this count; ignore one that was reached before, as when a trainer restarts."""
+        self.advance(max(done - self.done, 0))
+
     def skip(self, count: int, layer: Any = None) -> None:
         """Count what an interrupted run has done, without an effect on the time left."""
         self.skipped += count

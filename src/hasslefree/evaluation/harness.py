@@ -101,7 +101,7 @@ def evaluate_tasks(
                     results = lm_eval.evaluate(answering, {"tasks": {name: task}}, limit=limit)
                 scores[name] = task_scores(results, lm, name)
                 answered += answers[name]
-                phase.advance(answered - phase.done)  # with the answers of the cache
+                phase.reach(answered)  # with the answers of the cache
                 keep(scores)
     return scores
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -99,7 +100,7 @@ def train(
         length = steps * reference.passes
         unit = "steps"
     else:
-        length = max(round(deadline - walk.phases.clock()), 1)
+        length = max(round(deadline - time.perf_counter()), 1)
         unit = "seconds"
     # Embeddings and head are read once, not at every step.
     with walk.outside(), walk.phases.phase(PREDICTIONS, length, unit) as phase:
@@ -270,11 +271,10 @@ class Trainer:
             for step, segments in enumerate(batches, 1):
                 yield Batch(segments, step, len(batches))
             return
-        clock = self.walk.phases.clock
-        begun = clock()
+        begun = time.perf_counter()
         length = max(self.deadline - begun, 1.0)
         for steps, segments in enumerate(cycle(batches)):
-            passed = clock() - begun
+            passed = time.perf_counter() - begun
             # All processes end together; the next step takes as long as those so far.
             done = self.world.broadcast(min(passed + passed / max(steps, 1), length))
             yield Batch(segments, done, length)
