@@ -295,7 +295,7 @@ def arguments() -> argparse.Namespace:
 
     demo = commands.add_parser("demo")
     demo.set_defaults(run=run_demo)
-    demo.add_argument("--rounds", type=int, default=20)
+    demo.add_argument("--rounds", type=int, default=5)
     demo.add_argument("--output", type=Path, default=RESULTS / "demo.json")
 
     verdict = commands.add_parser("verdict")

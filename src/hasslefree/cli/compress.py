@@ -254,17 +254,17 @@ def demo(
     ] = None,
     rounds: Annotated[
         int, flag(None, "Rounds of hassle-free; the paper takes 80.", min=1, max=10**6)
-    ] = 20,
+    ] = 5,
     quiet: Quiet = False,
 ) -> None:
-    """Compress a small model that ships with the package, in minutes.
+    """Compress a small model that ships with the package, in a minute.
 
     Several methods are compared by perplexity; then the dense and the last compressed model
     continue a prompt.
     """
-    # Read when torch is loaded. By default a thread that waits for another one keeps its core busy:
-    # beside other programs, the many small products of the demo then take twenty times as long.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Read when torch is loaded. The products of the demo are small: a second thread gains little on
+    # an idle machine, and beside other programs the two wait for each other most of the time.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     from hasslefree.demo.run import demo_table, run_demo, sample_table
 
     start = time.perf_counter()
