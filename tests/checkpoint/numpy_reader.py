@@ -25,7 +25,7 @@ def kept(index, pattern, width):
     bits = np.unpackbits(index, axis=1, bitorder="little")
     n, m = map(int, pattern.split(":")) if ":" in pattern else (width, 1)
     groups, b = (len(index), width // m), (m - 1).bit_length()
-    if ":" not in pattern or n * b > m:
+    if ":" not in pattern or n * b > m or m > 256:
         return bits[:, :width] == 1
     places = bits[:, : groups[1] * n * b].reshape(*groups, n, b) @ (1 << np.arange(b))
     return (places[..., None] == np.arange(m)).any(2).reshape(-1, width)

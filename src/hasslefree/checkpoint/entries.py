@@ -15,15 +15,12 @@ from hasslefree.core.factors import check_factor_bits
 from hasslefree.errors import CheckpointError, HasslefreeError, PatternError
 from hasslefree.files import StoredTensor
 from hasslefree.packed.linear import SparseLowRankLinear
-from hasslefree.packed.spec import LayerSpec
+from hasslefree.packed.spec import LayerSpec, TensorSpecs
 from hasslefree.validation import InvalidError, validated
 
 QUANT_METHOD = "hasslefree"
 VERSION = 2
 LAYOUT = "packed"
-
-# Name → shape and dtype; None for any floating-point dtype.
-TensorSpecs = Mapping[str, tuple[tuple[int, ...], torch.dtype | None]]
 
 # The dtypes that values may have, by the names that safetensors gives them.
 FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -111,7 +108,7 @@ def check_stored(
         try:
             check_tensors(name, expected, {leaf: tensor.meta for leaf, tensor in tensors.items()})
             if indices:
-                check_index(name, entry, tensors[entry.spec.storage.layout.index].read())
+                check_index(name, entry, tensors[entry.spec.layout.index].read())
         except CheckpointError as error:
             files = sorted({str(tensor.file) for tensor in (tensors or stored).values()})
             raise CheckpointError(f"{', '.join(files)}: {error.message}") from None
@@ -122,8 +119,8 @@ def check_tensors(
     expected: TensorSpecs,
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Compare the tensors of a layer, by their names in it, with what config.json says. name: of
-    the layer.
+    """Compare the tensors of a layer, by their names in it, with what config.json says; any
+    floating-point dtype may be the model's. name: of the layer.
     """
     again = "download or copy the folder again"
     if missing := [f"{name}.{leaf}" for leaf in expected if leaf not in tensors]:
@@ -155,7 +152,7 @@ def check_index(
     the layer.
     """
     spec = entry.spec
-    layout = entry.spec.storage.layout
+    layout = entry.spec.layout
     index = index.cpu()
     if (crc := crc32(index)) != entry.crc32:
         raise CheckpointError(

@@ -54,7 +54,7 @@ def numbers_of(layer: SparseLowRankLinear, engine: str) -> tuple[Tensor, Tensor]
     scale = layer.get_parameter("weight_scale").detach()
     tensors = layer.tensors()
     second = (
-        tensors["weight_offset"].detach() if grid.offset else layer.storage.zeros(tensors).to(scale)
+        tensors["weight_offset"].detach() if grid.offset else layer.spec.zeros(tensors).to(scale)
     )
     times = (grid.group or layer.in_features) // group_of(layer, engine)
     return scale.repeat_interleave(times, 1), second.repeat_interleave(times, 1)

@@ -7,17 +7,17 @@ from the low end.
 Every layout of a matrix S (out, in) has the name and the dtype of its index tensor, and these
 methods:
 
-- `shapes`: the shapes of `values` and the index; a PatternError if no S has this number of stored
-  values.
+- `shapes`: the shapes of `values` and the index; a PatternError if no S of this shape has this
+  number of stored values.
 - `pack`: the values and the index of S; a PatternError if S has more entries than the pattern
   allows.
 - `unpack`: S, with gradients to the values; the index is not validated.
 - `validate`: a PatternError if an index of the right shape has contents that `pack` never writes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from hasslefree.errors import PatternError
 # Entries that are packed at a time: torch's selections by a mask need 16 bytes per entry.
 CHUNK = 1 << 24
 
+# Of the values and the index.
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+
 
 @dataclass(frozen=True)
 class PackedGroups:
@@ -37,7 +40,8 @@ class PackedGroups:
     without a gap.
 
     A code is the n positions, ascending, of ⌈log₂ m⌉ bits each; or the m-bit mask, where that is
-    shorter. A group with fewer entries is filled up with +0.0 at its lowest free positions.
+    shorter, or m is above 256. A group with fewer entries is filled up with +0.0 at its lowest free
+    positions.
     """
 
     n: int
@@ -54,7 +58,7 @@ class PackedGroups:
     @property
     def is_mask(self) -> bool:
         """True if a code is the mask."""
-        return self.n * self.position_bits > self.m
+        return self.position_bits > 8 or self.n * self.position_bits > self.m
 
     @property
     def code_bits(self) -> int:
@@ -63,32 +67,28 @@ class PackedGroups:
             return self.m
         return self.n * self.position_bits
 
-    def shapes(
-        self,
-        out: int,
-        width: int,
-        nonzeros: int,
-    ) -> dict[str, tuple[int, ...]]:
-        SemiStructured(self.n, self.m).check((out, width))
-        groups = width // self.m
-        stored = out * groups * self.n
+    def shapes(self, shape: tuple[int, int], nonzeros: int) -> Shapes:
+        pattern = SemiStructured(self.n, self.m)
+        pattern.check(shape)
+        out, width = shape
+        stored = pattern.kept(shape)
         if nonzeros != stored:
             raise PatternError(
                 f"a {out}×{width} weight of pattern {self.n}:{self.m} has {stored} stored values,"
                 f" got {nonzeros}"
             )
+        groups = width // self.m
         code_bytes = -(-groups * self.code_bits // 8)
-        return {"values": (out, groups * self.n), "positions": (out, code_bytes)}
+        return (out, groups * self.n), (out, code_bytes)
 
     def pack(self, sparse: Tensor) -> tuple[Tensor, Tensor]:
         SemiStructured(self.n, self.m).check((sparse.shape[0], sparse.shape[1]))
-        return joined([self._pack_rows(first, rows) for first, rows in row_chunks(sparse)])
+        return in_chunks(sparse, self._pack_rows)
 
-    def _pack_rows(self, first: int, sparse: Tensor) -> tuple[Tensor, Tensor]:
-        """Pack the rows from `first` on: (rows, in)."""
-        rows = len(sparse)
-        groups = sparse.shape[1] // self.m
-        entries = is_stored(sparse).view(rows, groups, self.m)
+    def _pack_rows(self, sparse: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """Pack some rows, the first of which has the number `first`: (rows, in)."""
+        rows, width = sparse.shape
+        entries = is_stored(sparse).view(rows, -1, self.m)
         missing = self.n - entries.sum(-1, keepdim=True)
         if missing.amin() < 0:
             row, group = (missing[..., 0] < 0).nonzero()[0].tolist()
@@ -99,15 +99,12 @@ class PackedGroups:
             )
         free = ~entries
         filling = free & (free.cumsum(-1, dtype=torch.int32) <= missing)
-        kept = entries | filling
-        values = sparse.masked_select(kept.view(rows, -1)).view(rows, groups * self.n)
+        kept = (entries | filling).view(rows, width)
+        values = sparse.masked_select(kept).view(rows, width // self.m * self.n)
         if self.is_mask:
-            return values, pack_bits(kept.view(rows, -1))
-        inputs = torch.arange(self.m, dtype=torch.int32, device=sparse.device)
-        positions = inputs.expand(kept.shape).masked_select(kept)
-        shifts = torch.arange(self.position_bits, dtype=torch.int32, device=sparse.device)
-        bits = positions[:, None] >> shifts & 1
-        return values, pack_bits(bits.view(rows, groups * self.code_bits))
+            return values, pack_bits(kept, 1)
+        positions = kept.flatten().nonzero().view(values.shape) % self.m
+        return values, pack_bits(positions, self.position_bits)
 
     def _inputs(self, group: int) -> str:
         return f"inputs {group * self.m} to {group * self.m + self.m - 1}"
@@ -118,46 +115,20 @@ class PackedGroups:
         index: Tensor,
         width: int,
     ) -> Tensor:
-        out = len(index)
-        if not self.code_bits:  # everything is kept, or nothing
-            if self.n:
-                return values.clone()
-            return values.new_zeros(out, width)
+        if not self.code_bits:  # everything is stored, or nothing
+            return F.pad(values, (0, width - values.shape[1]))
         if self.is_mask:
-            mask = unpack_bits(index)[:, :width]
-            return values.new_zeros(out, width).masked_scatter(mask, values)
-        sparse: Tensor = Placed.apply(values, self._places(index, width), (out, width))
-        return sparse
+            return fill_mask(values, index, width)
+        positions = self._positions(index, width)
+        first_inputs = torch.arange(0, width, self.m, device=index.device)
+        inputs = positions + first_inputs.unsqueeze(1)
+        return values.new_zeros(len(index), width).scatter(1, inputs.flatten(1), values)
 
-    def _places(self, index: Tensor, width: int) -> Tensor:
-        """The position of each value in S, counted row by row."""
-        out = len(index)
-        dtype = torch.int32 if out * width < 2**31 else torch.int64
+    def _positions(self, index: Tensor, width: int) -> Tensor:
+        """The positions of the values in their groups: uint8 (out, groups, n)."""
         groups = width // self.m
-        if 8 % self.code_bits:
-            together = 1
-            bits = unpack_bits(index)[:, : groups * self.code_bits]
-            places = self._positions(bits).to(dtype)
-        else:  # codes do not cross bytes: a table look-up
-            together = 8 // self.code_bits
-            positions = self._positions(bits_of_bytes(index.device))
-            first_inputs = self.m * torch.arange(together, dtype=dtype, device=index.device)
-            table = (positions + first_inputs[:, None]).flatten(1)
-            places = look_up_bytes(table, index).view(out, -1, table.shape[1])
-        numbers = torch.arange(places.shape[1], dtype=dtype, device=index.device)
-        rows = torch.arange(out, dtype=dtype, device=index.device)
-        places += numbers[:, None] * (together * self.m)
-        places += rows[:, None, None] * width
-        return places.flatten(1)[:, : groups * self.n].flatten()
-
-    def _positions(self, bits: Tensor) -> Tensor:
-        """(rows, codes · bits of a code) → (rows, codes, n)."""
-        fields = bits.unflatten(1, (-1, self.n, self.position_bits))
-        dtype = torch.uint8 if self.position_bits <= 8 else torch.int32
-        positions = torch.zeros(fields.shape[:-1], dtype=dtype, device=bits.device)
-        for bit in range(self.position_bits):
-            positions = positions | fields[..., bit].to(dtype) << bit
-        return positions
+        positions = unpack_bits(index, self.position_bits, groups * self.n)
+        return positions.reshape(-1, groups, self.n)
 
     def validate(
         self,
@@ -165,49 +136,27 @@ class PackedGroups:
         width: int,
         nonzeros: int,
     ) -> None:
-        used = width // self.m * self.code_bits
-        checked = self._valid_bytes(index, used)
-        end = used - 8 * checked
-        for first, rows in row_chunks(index):
-            bits = unpack_bits(rows[:, checked:])
-            padded = bits[:, end:].any(1).nonzero()
-            if len(padded):
-                raise PatternError(
-                    f"a padding bit at the end of row {first + int(padded[0])} is not 0"
-                )
-            if not end:
-                continue
-            invalid = self._is_invalid(bits[:, :end])
-            if invalid.any():
-                row, group = invalid.nonzero()[0].tolist()
-                group += 8 * checked // self.code_bits
-                raise PatternError(
-                    f"the stored code of row {first + row}, {self._inputs(group)}, is not a valid"
-                    f" code of pattern {self.n}:{self.m}"
-                )
+        if not self.code_bits:
+            return
+        check_padding(index, width // self.m * self.code_bits)
+        invalid = self._invalid(index, width)
+        if invalid.any():
+            row, group = invalid.nonzero()[0].tolist()
+            raise PatternError(
+                f"the stored code of row {row}, {self._inputs(group)}, is not a valid code of"
+                f" pattern {self.n}:{self.m}"
+            )
 
-    def _valid_bytes(self, index: Tensor, used: int) -> int:
-        """The leading bytes of all rows that hold valid codes, as a table of all bytes shows; 0 if
-        one is invalid, or codes cross bytes. used: the bits of a row.
-        """
-        if not self.code_bits or 8 % self.code_bits:
-            return 0
-        whole = used // 8
-        is_valid = ~self._is_invalid(bits_of_bytes(index.device)).any(1, keepdim=True)
-        if not look_up_bytes(is_valid, index[:, :whole]).all():
-            return 0
-        return whole
-
-    def _is_invalid(self, bits: Tensor) -> Tensor:
-        """Mark the codes that `pack` never writes: (rows, codes · bits of a code) → bool (rows,
-        codes).
-        """
+    def _invalid(self, index: Tensor, width: int) -> Tensor:
+        """Mark the codes that `pack` never writes: bool (out, groups)."""
         if self.is_mask:
+            bits = unpack_bits(index, 1, width)
             return bits.unflatten(1, (-1, self.m)).sum(-1) != self.n
-        positions = self._positions(bits)
-        is_outside = (positions >= self.m).any(-1)
-        is_descending = (positions[..., 1:] <= positions[..., :-1]).any(-1)
-        return is_outside | is_descending
+        positions = self._positions(index, width)
+        invalid = positions[..., -1] > self.m - 1  # 256 is no uint8
+        for k in range(1, self.n):
+            invalid |= positions[..., k] <= positions[..., k - 1]
+        return invalid
 
 
 @dataclass(frozen=True)
@@ -217,22 +166,18 @@ class Bitmask:
     index = "mask"
     index_dtype = torch.uint8
 
-    def shapes(
-        self,
-        out: int,
-        width: int,
-        nonzeros: int,
-    ) -> dict[str, tuple[int, ...]]:
+    def shapes(self, shape: tuple[int, int], nonzeros: int) -> Shapes:
+        out, width = shape
         if not 0 <= nonzeros <= out * width:
             raise PatternError(f"a {out}×{width} weight cannot have {nonzeros} stored values")
-        return {"values": (nonzeros,), "mask": (out, -(-width // 8))}
+        return (nonzeros,), (out, -(-width // 8))
 
     def pack(self, sparse: Tensor) -> tuple[Tensor, Tensor]:
-        parts = []
-        for _, rows in row_chunks(sparse):
-            mask = is_stored(rows)
-            parts.append((rows.masked_select(mask), pack_bits(mask)))
-        return joined(parts)
+        return in_chunks(sparse, self._pack_rows)
+
+    def _pack_rows(self, sparse: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        mask = is_stored(sparse)
+        return sparse.masked_select(mask), pack_bits(mask, 1)
 
     def unpack(
         self,
@@ -240,8 +185,7 @@ class Bitmask:
         index: Tensor,
         width: int,
     ) -> Tensor:
-        mask = unpack_bits(index)[:, :width]
-        return values.new_zeros(len(index), width).masked_scatter(mask, values)
+        return fill_mask(values, index, width)
 
     def validate(
         self,
@@ -249,12 +193,8 @@ class Bitmask:
         width: int,
         nonzeros: int,
     ) -> None:
-        if width % 8:
-            padded = (index[:, -1] >> width % 8).nonzero()
-            if len(padded):
-                raise PatternError(f"a padding bit at the end of row {int(padded[0])} is not 0")
-        ones = bits_of_bytes(index.device).sum(1, keepdim=True, dtype=torch.uint8)
-        count = sum(int(look_up_bytes(ones, rows).sum()) for _, rows in row_chunks(index))
+        check_padding(index, width)
+        count = int(unpack_bits(index, 1, width).sum())
         if count != nonzeros:
             raise PatternError(f"the mask marks {count} entries, but {nonzeros} values are stored")
 
@@ -268,18 +208,14 @@ class Columns:
     index = "columns"
     index_dtype = torch.int32
 
-    def shapes(
-        self,
-        out: int,
-        width: int,
-        nonzeros: int,
-    ) -> dict[str, tuple[int, ...]]:
+    def shapes(self, shape: tuple[int, int], nonzeros: int) -> Shapes:
+        out, width = shape
         if nonzeros % out or not 0 <= nonzeros <= out * width:
             raise PatternError(
                 f"{nonzeros} values do not fill whole columns of a {out}×{width} weight; there must"
                 f" be a multiple of {out}, and at most {out * width}"
             )
-        return {"values": (out, nonzeros // out), "columns": (nonzeros // out,)}
+        return (out, nonzeros // out), (nonzeros // out,)
 
     def pack(self, sparse: Tensor) -> tuple[Tensor, Tensor]:
         columns = is_stored(sparse).any(0).nonzero().flatten()
@@ -319,69 +255,69 @@ def layout_of(pattern: str) -> Layout:
     return Bitmask()
 
 
-class Placed(torch.autograd.Function):
-    """Put values at their places in a matrix, counted row by row: on a CPU faster, forwards and
-    backwards, than selections by a mask.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        values: Tensor,
-        places: Tensor,
-        shape: tuple[int, int],
-    ) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.shape = values.shape
-        flat = values.new_zeros(shape[0] * shape[1])
-        return flat.index_copy_(0, places.long(), values.flatten()).view(shape)
-
-    @staticmethod
-    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None]:
-        [places] = ctx.saved_tensors
-        return outer[0].flatten().index_select(0, places).view(ctx.shape), None, None
-
-
 def is_stored(sparse: Tensor) -> Tensor:
     """Mark the entries whose bits are not all zero: bool, for a floating tensor of any shape."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return sparse.contiguous().view(integers[sparse.element_size()]) != 0
 
 
-def row_chunks(matrix: Tensor) -> list[tuple[int, Tensor]]:
-    """Divide a matrix into pieces of whole rows and about CHUNK entries, each with the number of
-    its first row.
+def in_chunks(
+    sparse: Tensor, pack_rows: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Pack whole rows of about CHUNK entries at a time. pack_rows: of rows, and the number of the
+    first.
     """
-    rows = max(1, CHUNK // max(1, matrix.shape[1]))
-    return [(first, matrix[first : first + rows]) for first in range(0, len(matrix), rows)]
-
-
-def joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Concatenate the values and the indices of consecutive rows."""
+    height = max(1, CHUNK // max(1, sparse.shape[1]))
+    parts = [pack_rows(rows, i * height) for i, rows in enumerate(sparse.split(height))]
     values, indices = zip(*parts, strict=True)
     return torch.cat(values), torch.cat(indices)
 
 
-def pack_bits(bits: Tensor) -> Tensor:
-    """0s and 1s (rows, n) → uint8 (rows, ⌈n / 8⌉)."""
-    rows, n = bits.shape
-    octets = F.pad(bits.to(torch.uint8), (0, -n % 8)).view(rows, -(-n // 8), 8)
-    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return (octets << shifts).sum(-1, dtype=torch.uint8)
+def fill_mask(
+    values: Tensor,
+    index: Tensor,
+    width: int,
+) -> Tensor:
+    """S (out, width) of a mask with a bit for each entry."""
+    mask = unpack_bits(index, 1, width).bool()
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
-def unpack_bits(packed: Tensor) -> Tensor:
-    """uint8 (rows, n) → bool (rows, 8n), by looking up whole bytes."""
-    return look_up_bytes(bits_of_bytes(packed.device), packed)
+def check_padding(index: Tensor, used: int) -> None:
+    """Raise a PatternError if a bit of a row is set beyond the `used` ones."""
+    if used % 8:
+        padded = (index[:, -1] >> used % 8).nonzero()
+        if len(padded):
+            raise PatternError(f"a padding bit at the end of row {int(padded[0])} is not 0")
 
 
-def bits_of_bytes(device: torch.device) -> Tensor:
-    """The bits of 0 … 255: bool (256, 8)."""
-    numbers = torch.arange(256, dtype=torch.uint8, device=device)[:, None]
-    return (numbers >> torch.arange(8, dtype=torch.uint8, device=device) & 1).bool()
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    """Codes of 0 to 8 bits, any integers (…, n) → uint8 (…, ⌈n·bits / 8⌉): low bits first, without
+    a gap, the rest of a row zeros.
+    """
+    count = codes.shape[-1]
+    eights = F.pad(codes.long(), (0, -count % 8)).unflatten(-1, (-1, 8))
+    words = (eights << bits * torch.arange(8, device=codes.device)).sum(-1)
+    octets = words.unsqueeze(-1).view(torch.uint8)[..., :bits].flatten(-2)
+    return octets[..., : -(-count * bits // 8)]
 
 
-def look_up_bytes(table: Tensor, packed: Tensor) -> Tensor:
-    """Replace each byte by its row of a table (256, k): uint8 (rows, n) → (rows, n · k)."""
-    rows, n = packed.shape
-    return table.index_select(0, packed.flatten().int()).view(rows, n * table.shape[1])
+def unpack_bits(
+    octets: Tensor,
+    bits: int,
+    count: int,
+) -> Tensor:
+    """The codes of 1 to 8 bits, uint8 (…, count), of uint8 (…, ⌈count·bits / 8⌉) or more."""
+    rows = octets.shape[:-1]
+    mask = (1 << bits) - 1
+    if 8 % bits:
+        octets = F.pad(octets, (0, -octets.shape[-1] % bits)).unflatten(-1, (-1, bits))
+        words = F.pad(octets, (0, 8 - bits)).contiguous().view(torch.int64)
+        codes = words >> bits * torch.arange(8, device=octets.device) & mask
+        return codes.to(torch.uint8).flatten(-2)[..., :count]
+    # All codes of a byte at once: a look-up is faster than shifts.
+    numbers = torch.arange(256, dtype=torch.uint8, device=octets.device).unsqueeze(1)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=octets.device)
+    table = numbers >> shifts & mask
+    codes = table.index_select(0, octets.flatten().int())
+    return codes.view(*rows, octets.shape[-1] * (8 // bits))[..., :count]

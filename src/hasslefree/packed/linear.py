@@ -17,7 +17,7 @@ from hasslefree.packed.kernels import backends, ops
 from hasslefree.packed.kernels.whole import kernel_for
 from hasslefree.packed.layouts import Columns
 from hasslefree.packed.spec import LayerSpec
-from hasslefree.packed.storage import Storage
+from hasslefree.packed.storage import pack_sparse
 from hasslefree.validation import typed
 
 
@@ -56,7 +56,6 @@ class SparseLowRankLinear(nn.Module):
     ):
         super().__init__()
         self.spec = spec
-        self.storage = spec.storage
         self.out_features, self.in_features = spec.shape
         self.kernel = kernel_for(spec)
         self.backend: str | None = None
@@ -95,7 +94,7 @@ class SparseLowRankLinear(nn.Module):
         """
         sparse = result.sparse
         grid = result.quantised.scaling.grid if result.quantised else None
-        tensors, nonzeros = Storage.of(pattern, grid).pack(sparse, result.quantised)
+        tensors, nonzeros = pack_sparse(pattern, sparse, result.quantised)
         factor_bits = None
         if result.factors:
             factor_bits = BITS
@@ -120,7 +119,7 @@ class SparseLowRankLinear(nn.Module):
     @property
     def index(self) -> Tensor:
         """The positions of the values: the buffer `positions`, `mask` or `columns`."""
-        return self.get_buffer(self.storage.layout.index)
+        return self.get_buffer(self.spec.layout.index)
 
     @property
     def weight(self) -> Tensor:
@@ -134,18 +133,18 @@ class SparseLowRankLinear(nn.Module):
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of S by their names in the file."""
         self.kernel.release(self)
-        return {name: getattr(self, name) for name in self.storage.dtypes()}
+        return {name: getattr(self, name) for name in self.spec.sparse_tensors()}
 
     def unpacked(self) -> Tensor:
         """S: (out, in), a new tensor at each call."""
-        return self.storage.unpack(self.tensors(), self.in_features, self.spec.nonzeros)
+        return self.spec.unpack(self.tensors())
 
     def support(self) -> Tensor:
         """The positions of the stored values, which are in row-major order: (out, in) bool. Not for
         a quantised S.
         """
         ones = torch.ones_like(self.values, dtype=torch.uint8)
-        return self.storage.layout.unpack(ones, self.index, self.in_features).bool()
+        return self.spec.layout.unpack(ones, self.index, self.in_features).bool()
 
     def factors(self) -> tuple[Tensor, Tensor] | None:
         """u: (out, r) and v: (r, in), in the dtype of the layer; None for rank 0. Codes are
@@ -204,7 +203,7 @@ class SparseLowRankLinear(nn.Module):
             return F.linear(x, self.unpacked_copy)
         case = self.case(x.numel() // self.in_features, grad)
         if backends.choose(case, self.backend) == "numba":
-            return ops.product(x, self.values, self.index, self.storage.layout)
+            return ops.product(x, self.values, self.index, self.spec.layout)
         return F.linear(x, self.unpacked())
 
     def use(self, backend: str | None) -> None:
@@ -233,7 +232,7 @@ class SparseLowRankLinear(nn.Module):
         return backends.Case(
             device=weight.device.type,
             dtype=weight.dtype,
-            layout=self.storage.layout,
+            layout=self.spec.layout,
             tokens=tokens,
             grad=grad,
             grid=self.spec.grid,

@@ -1,15 +1,22 @@
 """The description of a compressed layer without its values: for plans, folders, reports, layers."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hasslefree.core.factors import factor_tensors
+from hasslefree.core.gram import working_dtype
 from hasslefree.core.grids import Grid
-from hasslefree.packed.storage import Storage
+from hasslefree.packed.layouts import Layout, layout_of
+from hasslefree.packed.storage import unpack_codes, words_for
 from hasslefree.validation import Count, Positive
+
+# Tensors by name, with their shapes and dtypes; None is the model's dtype.
+TensorSpecs = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
 
 
 @dataclass(frozen=True)
@@ -39,8 +46,9 @@ class LayerSpec:
             object.__setattr__(self, "factor_bits", None)
 
     @property
-    def storage(self) -> Storage:
-        return Storage.of(self.pattern, self.grid)
+    def layout(self) -> Layout:
+        """How the values of S, or its codes, and their positions are stored."""
+        return layout_of(self.pattern)
 
     @property
     def kind(self) -> str:
@@ -75,15 +83,73 @@ class LayerSpec:
         """The number of entries of the original weight."""
         return math.prod(self.shape)
 
-    def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
-        """Map the names of the stored tensors to their shapes and dtypes; None is the model's
-        dtype.
-        """
-        storage = self.storage
+    def tensors(self) -> TensorSpecs:
+        """The stored tensors."""
         out, width = self.shape
-        shapes = storage.shapes(out, width, self.nonzeros)
-        sparse = {name: (shapes[name], dtype) for name, dtype in storage.dtypes().items()}
-        return sparse | factor_tensors(out, width, self.rank, self.factor_bits)
+        return self.sparse_tensors() | factor_tensors(out, width, self.rank, self.factor_bits)
+
+    def sparse_tensors(self) -> TensorSpecs:
+        """The tensors that hold S."""
+        layout = self.layout
+        values, index = layout.shapes(self.shape, self.nonzeros)
+        positions: TensorSpecs = {layout.index: (index, layout.index_dtype)}
+        if self.grid is None:
+            return {"values": (values, None)} | positions
+        self.grid.check(self.shape)
+        out, width = self.shape
+        groups = self.grid.groups(width)
+        bits = self.grid.bits
+        codes = (*values[:-1], words_for(values[-1], bits))
+        tensors: TensorSpecs = {"weight_packed": (codes, torch.int32)}
+        tensors["weight_scale"] = ((out, groups), None)
+        if self.grid.offset:
+            tensors["weight_offset"] = ((out, groups), None)
+        elif not self.grid.symmetric:
+            tensors["weight_zero_point"] = ((words_for(out, bits), groups), torch.int32)
+        return tensors | positions
+
+    def unpack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Unpack S (out, in). The index is not validated.
+
+        Gradients flow to the values, or to the scales and offsets.
+        """
+        layout = self.layout
+        index = tensors[layout.index]
+        width = self.shape[1]
+        if self.grid is None:
+            return layout.unpack(tensors["values"], index, width)
+        scale = tensors["weight_scale"].unsqueeze(-1)
+        groups = scale.shape[:2]
+        stored, _ = layout.shapes(self.shape, self.nonzeros)
+        codes = unpack_codes(tensors["weight_packed"], self.grid.bits, stored[-1])
+        if self.grid.offset:  # every entry has a code
+            wide = working_dtype(scale)
+            offset = tensors["weight_offset"].to(wide).unsqueeze(-1)
+            steps = codes.view(*groups, -1).to(wide)
+            values = torch.addcmul(offset, steps, scale.to(wide))
+            return values.to(scale.dtype).view(self.shape)
+        steps = layout.unpack(codes.short() + 1, index, width).view(*groups, -1)  # 0: not stored
+        zeros = self.zeros(tensors).unsqueeze(-1)
+        steps = torch.where(steps > 0, steps - 1 - zeros, 0)
+        return (steps.to(scale.dtype) * scale).view(self.shape)
+
+    def zeros(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The whole zeros of a grid without offsets: (out, groups) int16."""
+        assert self.grid is not None
+        scale = tensors["weight_scale"]
+        if self.grid.symmetric:
+            return torch.full_like(scale, (self.grid.top + 1) / 2, dtype=torch.int16)
+        packed = tensors["weight_zero_point"].T.contiguous()
+        return unpack_codes(packed, self.grid.bits, len(scale)).T.short()
+
+    def lowest(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The values of code 0: (out, groups), offsets as they are stored, and otherwise exact in
+        float32.
+        """
+        assert self.grid is not None
+        if self.grid.offset:
+            return tensors["weight_offset"].detach()
+        return -self.zeros(tensors) * tensors["weight_scale"].detach().float()
 
     def bytes(self, dtype: torch.dtype) -> int:
         """The bytes of the stored tensors in a model of this dtype."""

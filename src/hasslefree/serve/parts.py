@@ -89,7 +89,7 @@ class Part:
         """Compare the tensors of the layer with its entry; a CheckpointError names what differs."""
         check_tensors(self.name, self.tensors(), tensors)
         if self.entry is not None:
-            check_index(self.name, self.entry, tensors[self.entry.spec.storage.layout.index])
+            check_index(self.name, self.entry, tensors[self.entry.spec.layout.index])
 
     def factors(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
         """This rank's u (out, r) and v (r, in); None for rank 0."""
@@ -107,10 +107,10 @@ class Part:
         and zeros (out, groups).
         """
         assert self.entry is not None
-        storage = self.entry.spec.storage
-        assert storage.grid is not None
+        spec = self.entry.spec
+        assert spec.grid is not None
         width = self.shape[1]
-        codes = unpack_codes(tensors["weight_packed"], storage.grid.bits, width)
+        codes = unpack_codes(tensors["weight_packed"], spec.grid.bits, width)
         scale = tensors["weight_scale"]
         groups = scale.shape[1]
         first, last = (column * groups // width for column in self.shard.columns)
@@ -118,7 +118,7 @@ class Part:
         return (
             self.shard.take_columns(self.shard.take_rows(codes)),
             self.shard.take_rows(scale)[:, first:last],
-            self.shard.take_rows(storage.zeros(tensors))[:, first:last],
+            self.shard.take_rows(spec.zeros(tensors))[:, first:last],
         )
 
     def dense(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -127,7 +127,7 @@ class Part:
             whole = tensors["weight"]
         else:
             spec = self.entry.spec
-            whole = spec.storage.unpack(tensors, self.shape[1], spec.nonzeros)
+            whole = spec.unpack(tensors)
         shard = self.shard.take_columns(self.shard.take_rows(whole))
         factors = self.factors(tensors)
         if factors is None:

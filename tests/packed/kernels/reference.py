@@ -34,7 +34,7 @@ def pack_groups(s: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
             stored = [j for j in range(m) if bits_of(group)[j] != 0]
             kept = sorted(stored + [j for j in range(m) if j not in stored][: n - len(stored)])
             values.extend(group[j] for j in kept)
-            if n * bits <= m:
+            if n * bits <= m <= 256:
                 stream += [(j >> b) & 1 for j in kept for b in range(bits)]
             else:
                 stream += [int(j in kept) for j in range(m)]

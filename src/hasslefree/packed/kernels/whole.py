@@ -47,7 +47,7 @@ class Kernel(Protocol):
 
 def kernel_for(spec: LayerSpec) -> Kernel:
     """The kernel of a layer."""
-    layout = spec.storage.layout
+    layout = spec.layout
     if not isinstance(layout, PackedGroups):
         return NoKernel()
     if spec.grid is not None and layout.n == layout.m:
@@ -94,7 +94,7 @@ class GroupsKernel:
         u = parameters["low_rank_u"]
         v = parameters["low_rank_v"]
         bias = parameters["bias"]
-        layout = layer.storage.layout
+        layout = layer.spec.layout
         assert isinstance(layout, PackedGroups)
         if (layout.n, layout.m) == (2, 4) and not is_traced(x):
             arrays = self._prepare(values, index, u, v, bias)
@@ -200,7 +200,7 @@ class Int4Kernel:
         tensors = layer.tensors()
         codes = unpack_codes(tensors["weight_packed"], 4, layer.in_features)
         scale = tensors["weight_scale"].detach()
-        self.operands = Int4.of(codes, scale, layer.storage.lowest(tensors))
+        self.operands = Int4.of(codes, scale, layer.spec.lowest(tensors))
         if not codes.is_cpu:
             return
         layer._buffers["weight_packed"] = None
