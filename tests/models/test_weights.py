@@ -16,7 +16,6 @@ import hasslefree
 from hasslefree import Recipe
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_model, load_on_disk
-from hasslefree.models.sites import replace_module
 from hasslefree.models.weights import Weights, outside
 from tests.listeners import by_layer
 from tests.tiny_models import FAMILIES, NO_TOKENIZER, build, segments, tensors_of
@@ -128,7 +127,7 @@ def test_a_replaced_layer_is_gone_at_once(tmp_path):
         with weights.present(block.modules):
             weight = weakref.ref(block.mlp.up_proj.weight)
             assert weight() is not None
-            replace_module(block, "mlp.up_proj", torch.nn.Identity())
+            block.set_submodule("mlp.up_proj", torch.nn.Identity())
             assert weight() is None
     finally:
         gc.enable()

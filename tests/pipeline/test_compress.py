@@ -14,7 +14,6 @@ import hasslefree
 from hasslefree import Recipe, SparseLowRankLinear
 from hasslefree.errors import BudgetError, CalibrationError, MemoryShortError, ModelError, OutputError, RecipeError
 from hasslefree.models import precision
-from hasslefree.models.sites import replace_module
 from hasslefree.pipeline import compress as module
 from hasslefree.pipeline.inputs import CalibrationText, draw
 from hasslefree.recipe.resolve import with_defaults
@@ -42,7 +41,7 @@ def reference(model, tokens, sequential):
             for name in group:
                 weight = model.get_submodule(name).weight.detach()
                 result = hasslefree.decompose(weight, grams[name], "2:4", 2, method="eora")
-                replace_module(model, name, SparseLowRankLinear.from_decomposition(result, None, "2:4"))
+                model.set_submodule(name, SparseLowRankLinear.from_decomposition(result, None, "2:4"))
                 errors[name] = result.relative_error
     return errors
 

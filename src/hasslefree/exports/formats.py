@@ -20,7 +20,7 @@ from hasslefree.errors import ModelError, option
 from hasslefree.models.blocks import find_blocks, head_unit
 from hasslefree.models.experts import experts_of, fuse_experts, split_experts
 from hasslefree.models.load import auto_class
-from hasslefree.models.sites import find_sites, replace_module
+from hasslefree.models.sites import find_sites
 from hasslefree.models.unloaded import unloaded_tensors
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
 
@@ -49,7 +49,7 @@ def make_plain(model: PreTrainedModel, weight_of: Callable[[SparseLowRankLinear]
         site = sites[name]
         site.set_weight(weight_of(layer).detach(), layer.bias)
         site.module.train(model.training)
-        replace_module(model, site.path, site.module)
+        model.set_submodule(name, site.module)
     fuse_experts(model)
 
 

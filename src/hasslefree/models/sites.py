@@ -1,14 +1,10 @@
-"""Find the weight matrices in a block, watch their inputs, and replace them.
+"""Find the weight matrices in a block, watch their inputs, and replace them."""
 
-A kind of site is a class here and its entry in `KINDS`; nothing else knows how a model stores a
-matrix.
-"""
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,41 +32,31 @@ def multiplies(kind: Any) -> bool:
             return False
 
 
+def is_matrix(module: nn.Module) -> bool:
+    """Return True if a module multiplies by a matrix: a linear layer, or GPT-2's `Conv1D`."""
+    if isinstance(module, nn.Linear):
+        return multiplies(type(module))
+    return isinstance(module, Conv1D)
+
+
 @dataclass(frozen=True)
 class Site:
-    """A weight matrix of an `nn.Linear`; subclasses are other kinds.
+    """A weight matrix.
 
     Args:
         root: a block or a model.
-        name: of the matrix under root, and of the tensors that replace it.
-        module: the module that holds it in the dense model.
+        name: of the module under root, and of the tensors that replace it.
+        module: the linear layer of the dense model.
     """
 
     root: nn.Module
     name: str
     module: Any
 
-    # True if the model stores the matrix as (in, out).
-    transposed: ClassVar[bool] = False
-
-    @classmethod
-    def at(
-        cls,
-        root: nn.Module,
-        name: str,
-        module: nn.Module,
-    ) -> "Iterator[Site]":
-        """Yield the sites of this kind that a module holds itself, not those of its children.
-
-        name: of the module under root.
-        """
-        if isinstance(module, nn.Linear) and multiplies(type(module)):  # type: ignore[arg-type]
-            yield cls(root, name, module)
-
     @property
-    def path(self) -> str:
-        """The name of the module under root."""
-        return self.name
+    def transposed(self) -> bool:
+        """True if the model stores the matrix as (in, out), as `Conv1D` does."""
+        return isinstance(self.module, Conv1D)
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -80,10 +66,9 @@ class Site:
     @property
     def bias(self) -> Tensor | None:
         """(out,), or None."""
-        bias: Tensor | None = getattr(self.module, "bias", None)
-        if bias is None:
+        if self.module.bias is None:
             return None
-        return bias.detach()
+        return self.module.bias.detach()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -118,13 +103,9 @@ class Site:
         """
         return replaced(self.module, "forward", compute)
 
-    def wrapped(self, layer: nn.Module) -> nn.Module:
-        """The module that replaces `module` once `layer` computes the product."""
-        return layer
-
     def replace(self, layer: nn.Module) -> None:
         """Let a layer, (…, in) → (…, out) with the bias, take the place of the matrix."""
-        replace_module(self.root, self.path, self.wrapped(layer))
+        self.root.set_submodule(self.name, layer)
 
     def set_weight(self, weight: Tensor, bias: Tensor | None) -> None:
         """Give the dense module a matrix (out, in) and a bias (out,)."""
@@ -134,59 +115,15 @@ class Site:
         self.module.bias = bias
 
 
-@dataclass(frozen=True)
-class Conv1DSite(Site):
-    """GPT-2's `Conv1D`: a linear layer that stores its weight as (in, out)."""
-
-    transposed: ClassVar[bool] = True
-
-    @classmethod
-    def at(
-        cls,
-        root: nn.Module,
-        name: str,
-        module: nn.Module,
-    ) -> Iterator[Site]:
-        if isinstance(module, Conv1D):
-            yield cls(root, name, module)
-
-
-KINDS: list[type[Site]] = [Site, Conv1DSite]
-
-
 def find_sites(root: nn.Module) -> dict[str, Site]:
     """Find the sites under a block or a model, by their names, in the order of its modules."""
     sites = {}
     for name, module in root.named_modules():
-        for kind in KINDS:
-            for site in kind.at(root, name, module):
-                sites[site.name] = site
+        if is_matrix(module):
+            sites[name] = Site(root, name, module)
     return sites
 
 
 def find_site(root: nn.Module, name: str) -> Site:
-    """Find the site of this name under a block or a model, without a search of all modules.
-
-    Raises a KeyError if there is none.
-    """
-    parent = name.rpartition(".")[0]
-    for path in (name, parent):  # of a layer, or of a module that holds a parameter
-        try:
-            module = root.get_submodule(path)
-        except AttributeError:
-            continue
-        for kind in KINDS:
-            for site in kind.at(root, path, module):
-                if site.name == name:
-                    return site
-    raise KeyError(name)
-
-
-def replace_module(
-    root: nn.Module,
-    name: str,
-    module: nn.Module,
-) -> None:
-    """Put `module` in the place of the one called `name` under root."""
-    parent, _, leaf = name.rpartition(".")
-    setattr(root.get_submodule(parent), leaf, module)
+    """Find the site of this name under a block or a model, without a search of all modules."""
+    return Site(root, name, root.get_submodule(name))
