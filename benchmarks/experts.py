@@ -35,9 +35,10 @@ REPEATS = 15
 class Holder(torch.nn.Module):
     """What holds the experts, as a block of a model does."""
 
-    def __init__(self, experts: torch.nn.Module):
+    def __init__(self, experts: Any):
         super().__init__()
         self.experts = experts
+        self.config = experts.config
 
 
 def fused(count: int) -> Any:

@@ -7,7 +7,7 @@ linear layers like all others, calibrated and trained on the tokens routed to th
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,74 +17,57 @@ from torch import Tensor, nn
 
 from hasslefree.models.calls import replaced
 
-# The attributes by which `use_experts_implementation` describes the experts of a module.
-INTERFACE = (
-    "has_gate",
-    "has_bias",
-    "is_transposed",
-    "is_concatenated",
-    "has_post_expert_norm",
-    "_apply_gate",
-)
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_top_k")
 
 
 @dataclass(frozen=True)
-class FusedSlice:
-    """The part of a fused tensor that is a weight (out, in) or a bias (out,) of an expert.
+class FusedTensor:
+    """The layout of a tensor (experts, …) that holds the weights (out, in), or the biases (out,),
+    of one or two layers of every expert.
 
     Args:
-        source: the name of the fused tensor.
-        half: 0 for the gate, 1 for the factor that it is multiplied with, None if the tensor is not
-            split.
-        concatenated: one half follows the other; else their rows alternate.
+        leaf: "weight" or "bias".
+        layers: the layers: one, or the gate and the factor that it is multiplied with.
+        concatenated: one layer follows the other; else their rows alternate.
         transposed: stored as (in, out).
     """
 
-    source: str
-    half: int | None
+    leaf: str
+    layers: tuple[str, ...]
     concatenated: bool
     transposed: bool
 
-    def of(self, stored: Tensor) -> Tensor:
-        """The tensor of one expert. stored: the part of that expert in the fused tensor."""
+    def split(self, stored: Tensor) -> Sequence[Tensor]:
+        """The tensors of the layers, as views. stored: the part of one expert."""
         rows = stored.mT if self.transposed else stored
-        if self.half is None:
-            return rows
+        count = len(self.layers)
         if self.concatenated:
-            return rows.chunk(2)[self.half]
-        return rows[self.half :: 2]
+            return rows.chunk(count)
+        return [rows[first::count] for first in range(count)]
 
-    def join(self, halves: list[Tensor]) -> Tensor:
-        """The inverse of `of`: the part of an expert in a fused tensor, from its halves or as a
-        whole.
-        """
-        if self.concatenated or len(halves) == 1:
-            rows = torch.cat(halves)
-        else:
-            rows = torch.stack(halves, 1).flatten(0, 1)
+    def join(self, tensors: list[Tensor]) -> Tensor:
+        """The inverse of `split`."""
+        rows = torch.cat(tensors) if self.concatenated else torch.stack(tensors, 1).flatten(0, 1)
         if self.transposed:
             return rows.mT
         return rows
 
 
-def expert_slices(fused: Any) -> dict[str, dict[str, FusedSlice]]:
-    """For each matrix of an expert, by the name of its layer, the slices of `weight` and `bias`."""
-    sources: dict[str, tuple[str, int | None]] = {}
-    if fused.has_gate:
-        sources["gate_proj"] = ("gate_up_proj", 0)
-        sources["up_proj"] = ("gate_up_proj", 1)
+def fused_tensors(layout: Any) -> dict[str, FusedTensor]:
+    """The tensors of a module of experts by name. layout: the module, or its `BatchedLayout`."""
+    sources: dict[str, tuple[str, ...]] = {}
+    if layout.has_gate:
+        sources["gate_up_proj"] = ("gate_proj", "up_proj")
     else:
-        sources["up_proj"] = ("up_proj", None)
-    sources["down_proj"] = ("down_proj", None)
-    concatenated = fused.is_concatenated
-    layers = {}
-    for layer, (source, half) in sources.items():
-        weight = FusedSlice(source, half, concatenated, fused.is_transposed)
-        layers[layer] = {"weight": weight}
-        if fused.has_bias:
-            layers[layer]["bias"] = FusedSlice(f"{source}_bias", half, concatenated, False)
-    return layers
+        sources["up_proj"] = ("up_proj",)
+    sources["down_proj"] = ("down_proj",)
+    tensors = {}
+    for name, layers in sources.items():
+        concatenated = layout.is_concatenated
+        tensors[name] = FusedTensor("weight", layers, concatenated, layout.is_transposed)
+        if layout.has_bias:
+            tensors[f"{name}_bias"] = FusedTensor("bias", layers, concatenated, False)
+    return tensors
 
 
 class SplitExperts(nn.Module):
@@ -93,34 +76,39 @@ class SplitExperts(nn.Module):
 
     Args:
         fused: the module, which gives up its weights, and keeps gates, activations and norms.
-        config: of the model, for modules without one.
+        layout: the description of its tensors; the module itself, if transformers describes them.
+        config: of the decoder.
     """
 
     fused: Any
     layout: Any
 
-    def __init__(self, fused: Any, config: Any = None):
+    def __init__(self, fused: Any, layout: Any, config: Any):
         super().__init__()
-        self.__dict__["fused"] = fused  # no child: the children of `fused` become children here
+        # Not as children: the children of `fused` become children here.
+        self.__dict__["fused"] = fused
+        self.__dict__["layout"] = layout
         for name, child in list(fused.named_children()):
             self.add_module(name, child)
-        self.__dict__["layout"] = fused if is_fused(fused) else BatchedLayout(fused.act_fn)
         self.calls_every_expert = False
-        self.slices = expert_slices(self.layout)
-        tensors = dict(fused.named_parameters(recurse=False))
+        self.tensors = fused_tensors(layout)
+        parameters = dict(fused.named_parameters(recurse=False))
         # The shapes of the fused tensors, by name.
-        self.sources = {name: tensor.shape for name, tensor in tensors.items()}
-        self.count = len(tensors["down_proj"])
-        self.chosen = experts_per_token(getattr(fused, "config", config), self.count)
+        self.sources = {name: parameter.shape for name, parameter in parameters.items()}
+        self.count = len(fused.down_proj)
+        self.chosen = experts_per_token(config, self.count)
         for index in range(self.count):
             layers = {}
-            for name, slices in self.slices.items():
-                weight = slices["weight"]
-                out, width = weight.of(tensors[weight.source][index]).shape
-                layers[name] = nn.Linear(width, out, bias="bias" in slices, device="meta")
+            for name, tensor in self.tensors.items():
+                if tensor.leaf == "bias":
+                    continue
+                weights = tensor.split(parameters[name][index])
+                for layer, weight in zip(tensor.layers, weights, strict=True):
+                    out, width = weight.shape
+                    layers[layer] = nn.Linear(width, out, layout.has_bias, device="meta")
             self.add_module(str(index), nn.ModuleDict(layers))
-        for name, tensor in tensors.items():
-            self.fill(name, tensor.detach(), tensor.requires_grad)
+        for name, parameter in parameters.items():
+            self.fill(name, parameter.detach(), parameter.requires_grad)
             del fused._parameters[name]
 
     def experts(self) -> Iterator[Any]:
@@ -130,38 +118,31 @@ class SplitExperts(nn.Module):
 
     def fill(
         self,
-        source: str,
+        name: str,
         fused: Tensor,
         requires_grad: bool = False,
     ) -> None:
-        """Give the linear layers that are not compressed their slices of a fused tensor, as views.
+        """Give the linear layers that are not compressed their parts of a fused tensor, as views.
 
-        source: the name of the fused tensor.
+        name: of the fused tensor.
         """
-        for layer, slices in self.slices.items():
-            for leaf, part in slices.items():
-                if part.source != source:
-                    continue
-                for index, expert in enumerate(self.experts()):
-                    linear = getattr(expert, layer)
-                    if isinstance(linear, nn.Linear):
-                        view = part.of(fused[index])
-                        linear.register_parameter(leaf, nn.Parameter(view, requires_grad))
+        tensor = self.tensors[name]
+        for index, expert in enumerate(self.experts()):
+            parts = tensor.split(fused[index])
+            for layer, part in zip(tensor.layers, parts, strict=True):
+                linear = expert[layer]
+                if isinstance(linear, nn.Linear):
+                    linear.register_parameter(tensor.leaf, nn.Parameter(part, requires_grad))
 
     def together(self) -> Any:
         """The module of transformers with the weights of the experts in it again."""
-        for source in self.sources:
-            leaf = "bias" if source.endswith("_bias") else "weight"
-            parts = {}
-            for layer, slices in self.slices.items():
-                if leaf in slices and slices[leaf].source == source:
-                    parts[layer] = slices[leaf]
+        for name, tensor in self.tensors.items():
             fused = []
             for expert in self.experts():
-                halves = [getattr(expert, layer).get_parameter(leaf).detach() for layer in parts]
-                fused.append(next(iter(parts.values())).join(halves))
+                parts = [expert[layer].get_parameter(tensor.leaf) for layer in tensor.layers]
+                fused.append(tensor.join(parts).detach())
             parameter = nn.Parameter(torch.stack(fused), requires_grad=False)
-            self.fused.register_parameter(source, parameter)
+            self.fused.register_parameter(name, parameter)
         return self.fused
 
     def forward(
@@ -224,8 +205,8 @@ def experts_per_token(config: Any, count: int) -> int:
 
 @dataclass(frozen=True)
 class BatchedLayout:
-    """`INTERFACE` for `BatchedExperts`, which transformers does not describe. act_fn: of the
-    gate.
+    """The attributes that `use_experts_implementation` gives a module, for `BatchedExperts`, which
+    it does not describe. act_fn: of the gate.
     """
 
     act_fn: Callable[[Tensor], Tensor]
@@ -263,48 +244,40 @@ def is_fused(module: Any) -> bool:
     """Return True if a module holds experts behind the interface of transformers, and no other
     tensors.
     """
-    if not all(hasattr(module, name) for name in INTERFACE):
+    if not hasattr(module, "is_concatenated"):
         return False
-    sources = set()
-    for slices in expert_slices(module).values():
-        for part in slices.values():
-            sources.add(part.source)
-    tensors = dict(module.named_parameters(recurse=False)) | dict(
-        module.named_buffers(recurse=False)
-    )
-    return tensors.keys() == sources
+    held = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return dict(held).keys() == fused_tensors(module).keys()
 
 
 def is_batched(module: Any) -> bool:
     """Return True if a module holds experts as `BatchedExperts` takes them."""
-    parameters = dict(module.named_parameters(recurse=False))
-    if parameters.keys() != {"gate_up_proj", "down_proj"} or not hasattr(module, "act_fn"):
+    names = dict(module.named_parameters(recurse=False)).keys()
+    if names != {"gate_up_proj", "down_proj"} or not hasattr(module, "act_fn"):
         return False
-    if is_fused(module):
+    if len(inspect.signature(module.forward).parameters) != 1:
         return False
-    first = parameters["gate_up_proj"].shape
-    second = parameters["down_proj"].shape
-    if len(first) != 3 or len(second) != 3 or first != (second[0], second[2], 2 * second[1]):
-        return False
-    return len(inspect.signature(module.forward).parameters) == 1
+    down = module.down_proj
+    return down.ndim == 3 and module.gate_up_proj.shape == (
+        len(down),
+        down.shape[2],
+        2 * down.shape[1],
+    )
 
 
-def split_experts(root: nn.Module) -> None:
-    """Replace every module of fused experts under root by a `SplitExperts`."""
-    model_config: Any = getattr(root, "config", None)
-    config = model_config and model_config.get_text_config(decoder=True)
-    for name, module in list(root.named_modules()):
-        split: SplitExperts | None = None
+def split_experts(model: Any) -> None:
+    """Replace every module of fused experts of a model by a `SplitExperts`."""
+    config = model.config.get_text_config(decoder=True)
+    for name, module in list(model.named_modules()):
         if is_fused(module):
-            split = SplitExperts(module, config)
+            split = SplitExperts(module, module, config)
         elif is_batched(module):
-            split = BatchedExperts(module, config)
-        if split is not None:
-            parent, _, leaf = name.rpartition(".")
-            holder: Any = root.get_submodule(parent)
-            setattr(holder, leaf, split)
-            # Else transformers would initialise the fused tensors, which are gone.
-            holder._is_hf_initialized = True
+            split = BatchedExperts(module, BatchedLayout(module.act_fn), config)
+        else:
+            continue
+        model.set_submodule(name, split)
+        # Else transformers would initialise the fused tensors, which are gone.
+        model.get_submodule(name.rpartition(".")[0])._is_hf_initialized = True
 
 
 def fuse_experts(model: Any) -> None:
@@ -312,8 +285,7 @@ def fuse_experts(model: Any) -> None:
     # Names, not modules: a list of modules would keep their weights beside the fused ones.
     names = [name for name, module in model.named_modules() if isinstance(module, SplitExperts)]
     for name in names:
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, model.get_submodule(name).together())
+        model.set_submodule(name, model.get_submodule(name).together())
         # How transformers converts between the tensors of a checkpoint and fused ones, which the
         # split changed.
         vars(model).pop("_weight_conversions", None)
