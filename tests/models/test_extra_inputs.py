@@ -28,7 +28,7 @@ def test_block_by_block_is_the_whole_model_on_other_texts(family):
     model, tokens = build(family), segments(seed=1)
     blocks = find_blocks(model)
     calls = block_calls(model, blocks, segments(1), Weights(model, model.device), lambda index: None, lambda: None)
-    assert calls[0].extra is not None
+    assert calls[0].extra.columns
     hidden = Walk(model, blocks, Weights(model, model.device), calls).entering(tokens)
     for block, call in zip(blocks.modules, calls, strict=True):
         assert with_batching(block, call, hidden).batched

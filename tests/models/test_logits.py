@@ -66,4 +66,4 @@ def test_a_model_without_a_head_is_refused():
     model = build("llama").model
     blocks = find_blocks(model)
     with pytest.raises(ModelError, match="LlamaModel has no output head.*effort='fast'"):
-        logits_of(model, blocks, [BlockCall((), {})] * 2, segments()[0], torch.zeros(1, 16, 32))
+        logits_of(model, blocks, [BlockCall({})] * 2, segments()[0], torch.zeros(1, 16, 32))

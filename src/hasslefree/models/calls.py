@@ -1,16 +1,15 @@
 """How a model calls its blocks, and whether it can be run block by block."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hasslefree.errors import ModelError
-from hasslefree.models.extra_inputs import ExtraInputs, rebuilt
+from hasslefree.models.extra_inputs import ExtraInputs
 
 
 class Stop(Exception):  # noqa: N818 (not an error: it ends a forward pass early)
@@ -26,25 +25,25 @@ class BlockCall:
     arguments that depend on the text are stored as additional columns of the hidden states.
 
     Args:
+        arguments: by name, or by number without the hidden states.
         outputs: length of the tuple or list that the block returns, hidden states first; 0 if it
             returns a tensor.
         batched: the block gives the same outputs for several segments together as for each alone.
         shape: of the hidden states of a token in the model; () if it is (width,).
         first: the first axis of `shape` precedes the axis of segments there.
-        extra: the additional columns; None if there are none.
+        extra: the additional columns.
     """
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    arguments: dict[int | str, Any]
     outputs: int = 0
     batched: bool = False
     shape: tuple[int, ...] = ()
     first: bool = False
-    extra: ExtraInputs | None = None
+    extra: ExtraInputs = field(default_factory=ExtraInputs)
 
     def hidden(self, states: Tensor) -> Tensor:
         """The hidden states alone: (segments, tokens, width)."""
-        if self.extra is None:
+        if not self.extra.columns:
             return states
         return states[..., : self.extra.width]
 
@@ -61,24 +60,12 @@ class BlockCall:
         return torch.cat(parts)
 
     def _run(self, block: nn.Module, states: Tensor) -> Tensor:
-        arguments = self.arguments
-        if self.extra is not None:
-            arguments = self.extra.arguments(arguments, states)
-        arguments = rebuilt(arguments, partial(cast, states.dtype))
-        args = [arguments[index] for index in range(len(self.args))]
-        kwargs = {name: arguments[name] for name in self.kwargs}
-        output = block(self.as_called(states), *args, **kwargs)
-        others: list[Any] = []
-        if isinstance(output, tuple | list):
-            output, *others = output
+        arguments = self.extra.arguments(self.arguments, states)
+        positional = [value for key, value in arguments.items() if isinstance(key, int)]
+        named = {key: value for key, value in arguments.items() if isinstance(key, str)}
+        output, others = split_output(block(self.as_called(states), *positional, **named))
         after = self.as_rows(output).to(states.dtype)
-        if self.extra is None:
-            return after
         return self.extra.after(states, after, others, arguments)
-
-    @property
-    def arguments(self) -> dict[int | str, Any]:
-        return dict(enumerate(self.args)) | self.kwargs
 
     def as_called(self, states: Tensor) -> Tensor:
         """The hidden states as the block takes them."""
@@ -104,38 +91,29 @@ class BlockCall:
 
 
 def split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, BlockCall]:
-    """The hidden states and the rest of the arguments that a block was called with."""
-    if args:
-        return args[0], BlockCall(args[1:], kwargs)
-    rest = dict(kwargs)
-    return rest.pop("hidden_states"), BlockCall((), rest)
+    """The hidden states of one segment, and the rest of the arguments that a block was called with.
 
-
-def shaped(call: BlockCall, hidden: Tensor) -> BlockCall:
-    """The call, for hidden states of one segment as the model has them."""
-    if hidden.ndim <= 3:
-        if len(hidden) > 1:
-            raise ModelError(
-                f"the blocks are called with hidden states of shape {tuple(hidden.shape)} for one"
-                " segment of text, expected (1, tokens, width); models of this kind are not"
-                " supported"
-            )
-        return call
+    Raises a ModelError if the hidden states have no axis of one segment.
+    """
+    arguments = dict(enumerate(args[1:])) | kwargs
+    hidden: Tensor = args[0] if args else arguments.pop("hidden_states")
     first = len(hidden) > 1
+    if hidden.ndim > 3:
+        rows = hidden.movedim(0, 2) if first else hidden
+        return hidden, BlockCall(arguments, shape=tuple(rows.shape[2:]), first=first)
     if first:
-        hidden = hidden.movedim(0, 2)
-    return replace(call, shape=tuple(hidden.shape[2:]), first=first)
+        raise ModelError(
+            f"the blocks are called with hidden states of shape {tuple(hidden.shape)} for one"
+            " segment of text, expected (1, tokens, width); models of this kind are not supported"
+        )
+    return hidden, BlockCall(arguments)
 
 
-def cast(
-    dtype: torch.dtype,
-    path: Any,
-    leaf: Any,
-) -> Any:
-    """A leaf of the arguments of a block, in this dtype if it is a floating-point tensor."""
-    if isinstance(leaf, Tensor) and leaf.is_floating_point():
-        return leaf.to(dtype)
-    return leaf
+def split_output(output: Any) -> tuple[Tensor, Sequence[Any]]:
+    """The hidden states that a block returns, and its further outputs."""
+    if isinstance(output, tuple | list):
+        return output[0], output[1:]
+    return output, ()
 
 
 @contextmanager

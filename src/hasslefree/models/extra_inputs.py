@@ -9,7 +9,7 @@ stored, trained through and shared between processes.
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -21,7 +21,7 @@ from hasslefree.errors import ModelError
 # then the keys in it.
 Path = tuple[Any, ...]
 # What a column holds: a tensor of the text, ("text", number); an entry that blocks write into an
-# argument, ("entry", *path); or an output of blocks, ("output", number).
+# argument, ("entry", *path); or an output of blocks, ("output", *path).
 Key = tuple[Any, ...]
 Arguments = Mapping[int | str, Any]
 
@@ -106,40 +106,33 @@ class ExtraInputs:
     Args:
         width: of the hidden states, in front of the columns.
         columns: all columns of the model, in order.
-        reads: for each argument that depends on the text, its column.
-        writes: for each entry that the block writes into an argument, its column.
-        yields: for each output after the hidden states, by its number, its column.
+        reads: for each argument that depends on the text, the key of its column.
+        makes: the keys of what the block writes or returns. Not all of it is a column.
     """
 
-    width: int
-    columns: Mapping[Key, Column]
+    width: int = 0
+    columns: Mapping[Key, Column] = field(default_factory=dict)
     reads: Mapping[Path, Key] = field(default_factory=dict)
-    writes: Mapping[Path, Key] = field(default_factory=dict)
-    yields: Mapping[int, Key] = field(default_factory=dict)
+    makes: frozenset[Key] = frozenset()
 
     @property
     def size(self) -> int:
         """Numbers per token in all columns."""
         return sum(column.size for column in self.columns.values())
 
-    def without_unread(self) -> Self:
-        """The same without what the block makes and no block reads."""
-        writes = {path: key for path, key in self.writes.items() if key in self.columns}
-        yields = {number: key for number, key in self.yields.items() if key in self.columns}
-        return replace(self, writes=writes, yields=yields)
-
     def arguments(self, template: Arguments, states: Tensor) -> dict[int | str, Any]:
-        """The arguments of a call for these states, in containers of their own: a block may write
-        into them.
+        """The arguments of a call for these states, in their dtype, and in containers of their own:
+        a block may write into them.
         """
 
         def put(path: Path, value: Any) -> Any:
-            key = self.reads.get(path)
-            if key is None:
-                return value
-            return self.columns[key].value(states)
+            if path in self.reads:
+                return self.columns[self.reads[path]].value(states)
+            if isinstance(value, Tensor) and value.is_floating_point():
+                return value.to(states.dtype)
+            return value
 
-        return {name: rebuilt(value, put, (name,)) for name, value in template.items()}
+        return rebuilt(template, put)
 
     def after(
         self, states: Tensor, hidden: Tensor, outputs: Sequence[Any], arguments: Arguments
@@ -152,15 +145,13 @@ class ExtraInputs:
             outputs: its further outputs.
             arguments: its arguments after the call.
         """
-        changed = {key: outputs[number] for number, key in self.yields.items()}
-        if self.writes:
-            written = dict(leaves(arguments))
-            for path, key in self.writes.items():
-                changed[key] = written[path]
+        if not self.columns:
+            return hidden
+        made = made_by_block(arguments, outputs)
         parts = [hidden]
         for key, column in self.columns.items():
-            if key in changed:
-                parts.append(column.rows(changed[key]).to(hidden.dtype))
+            if key in self.makes:
+                parts.append(column.rows(made[key]).to(hidden.dtype))
             else:
                 parts.append(states[..., column.columns])
         return torch.cat(parts, -1)
@@ -174,6 +165,16 @@ class ExtraInputs:
             if key[0] == "text":
                 column = self.columns[key]
                 yield column, column.rows(tensors[path])
+
+
+def made_by_block(arguments: Arguments, outputs: Sequence[Any]) -> dict[Key, Tensor]:
+    """All tensors that a block may have made, by key. arguments, outputs: after the call."""
+    made: dict[Key, Tensor] = {}
+    for path, value in leaves(arguments):
+        made["entry", *path] = value
+    for path, value in leaves(outputs):
+        made["output", *path] = value
+    return made
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
@@ -209,40 +210,6 @@ def rebuilt(
     return put(path, value)
 
 
-@dataclass(frozen=True)
-class Argument:
-    """A tensor among the arguments of a call.
-
-    Args:
-        path: its position in the arguments.
-        value: the tensor in the first pass.
-        depends: True if it differs in the second pass, so that it depends on the text.
-    """
-
-    path: Path
-    value: Tensor
-    depends: bool
-
-
-def arguments_of(
-    name: str,
-    first: BlockTrace,
-    second: BlockTrace,
-) -> list[Argument]:
-    """List the tensors among the arguments of a block in two passes. name: of the block.
-
-    Raises a ModelError if the second pass has further tensors.
-    """
-    others = dict(leaves(second.before))
-    arguments = []
-    for path, value in leaves(first.before):
-        depends = not same(value, others.pop(path, None))
-        arguments.append(Argument(path, value, depends))
-    for path in others:
-        raise depends_on_text(name, path)
-    return arguments
-
-
 @dataclass
 class ColumnFinder:
     """Assigns columns to the tensors that blocks read, while it follows a pass.
@@ -251,30 +218,34 @@ class ColumnFinder:
         width: of the hidden states, in front of the columns.
         tokens: of the segment.
         columns: those that were assigned.
-        sources: the tensors that blocks made or read so far, with their keys, by identity. The
-            tensors are kept, so that no identity is used again.
+        known: the tensors that depend on the text and that blocks made or read so far, with their
+            keys.
     """
 
     width: int
     tokens: int
     columns: dict[Key, Column] = field(default_factory=dict)
-    sources: dict[int, tuple[Key, Tensor]] = field(default_factory=dict)
+    known: list[tuple[Key, Tensor]] = field(default_factory=list)
 
-    def name(self, key: Key, value: Tensor) -> None:
-        """Give a tensor that a block made its key."""
-        self.sources[id(value)] = (key, value)
+    def key(self, value: Tensor) -> Key | None:
+        """The last key that a tensor has got."""
+        for key, tensor in reversed(self.known):
+            if tensor is value:
+                return key
+        return None
 
-    def read(self, argument: Argument) -> Key | None:
-        """The column of an argument; None if the argument is the same for every text, or has no
-        axis of tokens.
+    def read(self, value: Tensor, depends: bool) -> Key | None:
+        """The key of the column of an argument; None if the argument is the same for every text, or
+        has no axis of tokens.
+
+        depends: the argument depends on the text.
         """
-        value = argument.value
-        if id(value) not in self.sources:
-            if not argument.depends:
+        key = self.key(value)
+        if key is None:
+            if not depends:
                 return None
-            texts = [key for key, _ in self.sources.values() if key[0] == "text"]
-            self.name(("text", len(texts)), value)
-        key, _ = self.sources[id(value)]
+            key = ("text", len(self.known))
+            self.known.append((key, value))
         if key not in self.columns:
             end = self.width + sum(column.size for column in self.columns.values())
             column = Column.of(value, self.tokens, end)
@@ -308,25 +279,23 @@ def learn(
     extras = []
     for name, one, other in zip(names, first, second, strict=True):
         reads = {}
-        for argument in arguments_of(name, one, other):
-            key = finder.read(argument)
+        given = dict(leaves(one.before))
+        changed = dict(leaves(other.before))
+        for path, value in given.items():
+            depends = not same(value, changed.get(path))
+            key = finder.read(value, depends)
             if key is not None:
-                reads[argument.path] = key
-            elif argument.depends:
-                raise depends_on_text(name, argument.path)
-        given = {id(value) for _, value in leaves(one.before)}
-        writes: dict[Path, Key] = {}
-        for path, value in leaves(one.after):
-            if id(value) not in given:
-                writes[path] = ("entry", *path)
-                finder.name(writes[path], value)
-        yields: dict[int, Key] = {}
-        for number, value in enumerate(one.outputs):
-            if isinstance(value, Tensor):
-                yields[number] = ("output", number)
-                finder.name(yields[number], value)
-        extras.append(ExtraInputs(width, finder.columns, reads, writes, yields))
-    return [extra.without_unread() for extra in extras]
+                reads[path] = key
+            elif depends:
+                raise depends_on_text(name, path)
+        makes = set()
+        for key, value in made_by_block(one.after, one.outputs).items():
+            is_given = any(value is tensor for tensor in given.values())
+            if key[0] == "output" or not is_given:
+                makes.add(key)
+                finder.known.append((key, value))
+        extras.append(ExtraInputs(width, finder.columns, reads, frozenset(makes)))
+    return extras
 
 
 def depends_on_text(name: str, path: Path) -> ModelError:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hasslefree.core.gram import working_dtype
 from hasslefree.errors import ModelError, NonFiniteError, option
 from hasslefree.models.blocks import Blocks
-from hasslefree.models.calls import BlockCall, Stop, hooks, replaced, shaped, split_call
+from hasslefree.models.calls import BlockCall, Stop, hooks, replaced, split_call, split_output
 from hasslefree.models.extra_inputs import BlockTrace, depends_on_text, learn, leaves, rebuilt, same
 from hasslefree.models.weights import Weights, outside
 
@@ -93,7 +93,7 @@ class Probe:
                 "this model is not supported: it changes the hidden states between its blocks"
                 f" (before {self.blocks.prefix(index)})"
             )
-        self.calls.append(shaped(call, states))
+        self.calls.append(call)
         self.traces.append(BlockTrace(rebuilt(call.arguments), call.arguments, ()))
         self.inspect(index)
 
@@ -105,15 +105,11 @@ class Probe:
         output: Any,
     ) -> None:
         self.block_in_memory.close()
-        others = []
-        length = 0
-        self.output = output
-        if isinstance(output, tuple | list):
-            length = len(output)
-            self.output, *others = output
+        self.output, others = split_output(output)
+        length = 0 if output is self.output else len(output)
         self.calls[-1] = replace(self.calls[-1], outputs=length)
         trace = self.traces[-1]
-        self.traces[-1] = BlockTrace(trace.before, rebuilt(trace.after), tuple(others))
+        self.traces[-1] = BlockTrace(trace.before, rebuilt(trace.after), others)
         if not torch.isfinite(self.output).all():
             raise NonFiniteError(
                 f"the output of {self.blocks.prefix(index)} contains NaN or Inf; try another dtype "
@@ -175,12 +171,11 @@ def block_calls(
         )
     names = [blocks.prefix(index) for index in range(len(blocks.modules))]
     extras = learn(first.states.shape[-1], segment.shape[1], names, first.traces, second.traces)
-    if not extras[0].columns:
-        return first.calls
     calls = [replace(call, extra=extra) for call, extra in zip(first.calls, extras, strict=True)]
-    with weights.present(outside(model, blocks)):
-        states = entering(model, blocks, calls, changed)
-    check_columns(calls, names, second.traces, states)
+    if extras[0].columns:
+        with weights.present(outside(model, blocks)):
+            states = entering(model, blocks, calls, changed)
+        check_columns(calls, names, second.traces, states)
     return calls
 
 
@@ -195,7 +190,6 @@ def check_columns(
         states: that enter the first block in it, (1, tokens, width with columns).
     """
     for call, name, trace in zip(calls, names, traces, strict=True):
-        assert call.extra is not None
         arguments = dict(leaves(call.extra.arguments(call.arguments, states)))
         for path, value in leaves(trace.before):
             if not same(value.float(), arguments[path].float()):
@@ -206,8 +200,7 @@ def check_columns(
 class Entry:
     """Takes the place of the blocks in a pass, and records what enters the first of them.
 
-    The pass ends once all that depends on the text alone is known. calls: empty if there are no
-    extra inputs.
+    The pass ends once all that depends on the text alone is known.
     """
 
     states: Tensor
@@ -216,29 +209,28 @@ class Entry:
         self.calls = calls
         self.last = 0  # the last block that reads something new of the text
         for index, call in enumerate(calls):
-            if call.extra and any(key[0] == "text" for key in call.extra.reads.values()):
+            if any(key[0] == "text" for key in call.extra.reads.values()):
                 self.last = index
 
     def forward(self, index: int, *args: Any, **kwargs: Any) -> Any:
         """The output in the place of that of a block: its hidden states as they are."""
         hidden, call = split_call(args, kwargs)
-        states = shaped(call, hidden).as_rows(hidden.to(working_dtype(hidden)))
-        extra = self.calls[index].extra if self.calls else None
+        states = call.as_rows(hidden.to(working_dtype(hidden)))
+        extra = self.calls[index].extra
         if index == 0:
-            self.states = F.pad(states, (0, extra.size if extra else 0))
-        if extra:
-            for column, rows in extra.of_text(call.arguments):
-                self.states[..., column.columns] = rows
+            self.states = F.pad(states, (0, extra.size))
+        for column, rows in extra.of_text(call.arguments):
+            self.states[..., column.columns] = rows
         if index == self.last:
             raise Stop
-        return replace(self.calls[index], extra=None).as_output(states)
+        return self.calls[index].as_output(states)
 
 
 def entering(
     model: nn.Module, blocks: Blocks, calls: Sequence[BlockCall], segment: Tensor
 ) -> Tensor:
     """Compute what enters the first block for a segment (1, tokens): (1, tokens, width), in float32
-    at least. calls: empty if there are no extra inputs.
+    at least.
     """
     entry = Entry(calls)
     with ExitStack() as changes, torch.no_grad(), suppress(Stop):

@@ -87,7 +87,7 @@ class Walk:
         the embeddings.
         """
         call = self.calls[0]
-        if call.extra is not None:
+        if call.extra.columns:
             return call.extra.width + call.extra.size
         if call.shape:
             return math.prod(call.shape)
