@@ -4,7 +4,7 @@ dense.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -14,7 +14,7 @@ from torch import nn
 from hasslefree.errors import ModelError, option
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.experts import SplitExperts
-from hasslefree.models.sites import Site, find_sites
+from hasslefree.models.sites import find_sites
 
 # A parameter that is no linear layer stays dense automatically if it has at most this share of the
 # parameters of its block.
@@ -22,13 +22,11 @@ SMALL_SHARE = 0.02
 # Number of weights that an error lists.
 LISTED = 12
 
-# Reasons for a matrix to stay dense.
+# Reasons for a matrix to stay dense; `RULES` has more.
 EXCLUDED = "excluded by the user"
 SHARED = "shared by several blocks"
 ROUTER = "router of a mixture of experts"
 TIME_STEP = "projection of time steps, which kernels read without calling the layer"
-DEPTHWISE = "depthwise convolution"
-SMALL = "small, and not a linear layer"
 
 
 @dataclass(frozen=True)
@@ -44,11 +42,6 @@ class Matrix:
     name: str
     shape: tuple[int, int]
     dtype: torch.dtype
-
-
-# Called with each matrix that no other rule keeps dense; returns a reason to keep it dense, or
-# None.
-Refuse = Callable[[Matrix], str | None]
 
 
 @dataclass(frozen=True)
@@ -79,28 +72,44 @@ class Selection:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """A linear layer, or a parameter with two sides or more that no linear layer holds.
+
+    Args:
+        name: of the layer or the parameter, in its block.
+        path: of the module that holds the parameter.
+        parameter: the weight.
+        shape: of the weight, (out, in) if `is_layer`.
+        is_layer: it is a linear layer.
+    """
+
+    name: str
+    path: str
+    parameter: nn.Parameter
+    shape: tuple[int, ...]
+    is_layer: bool
+
+
+@dataclass(frozen=True)
 class BlockView:
     """A block as the rules see it.
 
     Args:
         block: the module.
-        sites: its linear layers by their name in the block.
         shared: ids of its parameters that other blocks have too.
         experts: number of experts, by the name of the module that holds them.
     """
 
     block: nn.Module
-    sites: dict[str, Site]
     shared: frozenset[int]
     experts: dict[str, int]
 
     @classmethod
     def of(cls, blocks: Blocks, index: int) -> "BlockView":
         block = blocks.modules[index]
-        prefix = blocks.prefix(index)
         shared = set()
         for name, parameter in block.named_parameters():
-            if f"{prefix}.{name}" in blocks.shared:
+            if f"{blocks.prefix(index)}.{name}" in blocks.shared:
                 shared.add(id(parameter))
         experts = {}
         for name, module in block.named_modules():
@@ -109,34 +118,42 @@ class BlockView:
                 experts[holder] = module.count
             elif isinstance(module, nn.ModuleList) and leaf == "experts":
                 experts[holder] = len(module)
-        return cls(block, find_sites(block), frozenset(shared), experts)
+        return cls(block, frozenset(shared), experts)
+
+    def candidates(self) -> list[Candidate]:
+        """All matrices of the block; linear layers last."""
+        layers = []
+        for name, site in find_sites(self.block).items():
+            layers.append(Candidate(name, name, site.parameter, site.shape, is_layer=True))
+        inside = {id(layer.parameter) for layer in layers}
+        others = []
+        for name, parameter in self.block.named_parameters():
+            shape = tuple(parameter.shape)
+            sides = [side for side in shape if side > 1]
+            if id(parameter) not in inside and len(sides) >= 2:
+                path = name.rpartition(".")[0]
+                others.append(Candidate(name, path, parameter, shape, is_layer=False))
+        return others + layers
 
 
-def is_shared(view: BlockView, name: str) -> bool:
-    """Return True if the weight of a layer belongs to several blocks."""
-    return id(view.sites[name].parameter) in view.shared
+def is_shared(view: BlockView, matrix: Candidate) -> bool:
+    """Return True if a weight belongs to several blocks."""
+    return id(matrix.parameter) in view.shared
 
 
-def is_router(view: BlockView, name: str) -> bool:
-    """Return True if a layer chooses experts."""
-    return chooses_experts(view, name, view.sites[name].shape[0])
-
-
-def chooses_experts(
-    view: BlockView,
-    path: str,
-    outputs: int,
-) -> bool:
-    """Return True if a module is a router, or a part of one.
+def is_router(view: BlockView, matrix: Candidate) -> bool:
+    """Return True if a module chooses experts, or is a part of one that does.
 
     A router is a module beside the experts with one output, or with one output per expert; or it
-    is called `gate` and is beside the experts, or it is called `router`. path: of the module.
+    is called `gate` and is beside the experts, or it is called `router`.
     """
-    parts = path.split(".")
+    if len(matrix.shape) != 2:
+        return False
+    parts = matrix.path.split(".")
     if "router" in parts:
         return True
-    holder = path.rpartition(".")[0]
-    if holder in view.experts and outputs in (1, view.experts[holder]):
+    holder = matrix.path.rpartition(".")[0]
+    if holder in view.experts and matrix.shape[0] in (1, view.experts[holder]):
         return True
     for depth in range(len(parts) - 1):
         if parts[depth] == "gate" and ".".join(parts[:depth]) in view.experts:
@@ -144,127 +161,82 @@ def chooses_experts(
     return False
 
 
-def is_time_step(view: BlockView, name: str) -> bool:
+def is_time_step(view: BlockView, matrix: Candidate) -> bool:
     """Return True for a projection of time steps, as state-space layers have them."""
-    holder, _, leaf = name.rpartition(".")
+    holder, _, leaf = matrix.path.rpartition(".")
     return leaf == "dt_proj" and hasattr(view.block.get_submodule(holder), "A_log")
 
 
-# The rules for linear layers, in order: the first that applies gives the reason.
-RULES: tuple[tuple[str, Callable[[BlockView, str], bool]], ...] = (
+def is_depthwise(view: BlockView, matrix: Candidate) -> bool:
+    """Return True for a convolution of each channel alone."""
+    module = view.block.get_submodule(matrix.path)
+    return isinstance(module, nn.Conv1d) and matrix.shape[1] == 1
+
+
+def is_small(view: BlockView, matrix: Candidate) -> bool:
+    """Return True if a weight is no linear layer, and a small part of its block."""
+    if matrix.is_layer:
+        return False
+    total = sum(parameter.numel() for parameter in view.block.parameters())
+    return matrix.parameter.numel() <= SMALL_SHARE * total
+
+
+# The rules, in order: the first that applies gives the reason.
+RULES: tuple[tuple[str, Callable[[BlockView, Candidate], bool]], ...] = (
     (SHARED, is_shared),
     (ROUTER, is_router),
     (TIME_STEP, is_time_step),
+    ("depthwise convolution", is_depthwise),
+    ("small, and not a linear layer", is_small),
 )
 
 
-class Exclusions:
-    """The globs with which the user excludes layers or parameters, by their full names."""
-
-    def __init__(self, globs: Iterable[str]):
-        self.globs = tuple(globs)
-        self.used: set[str] = set()
-
-    def match(self, name: str) -> bool:
-        """Return True if a glob matches the name, and remember every glob that does."""
-        matching = [glob for glob in self.globs if fnmatchcase(name, glob)]
-        self.used.update(matching)
-        return bool(matching)
-
-    @property
-    def unused(self) -> list[str]:
-        """The globs that have matched nothing."""
-        return sorted(set(self.globs) - self.used)
-
-
-def select_sites(
-    blocks: Blocks, leave_dense: Iterable[str] = (), refuse: Refuse | None = None
-) -> Selection:
+def select_sites(blocks: Blocks, leave_dense: Iterable[str] = ()) -> Selection:
     """Apply the rules to every matrix in the blocks.
 
     Args:
         blocks: the blocks of the model.
         leave_dense: globs of full names of layers or parameters that the user excludes.
-        refuse: a further rule for linear layers; it gives the reason to keep one dense, or None.
 
     Raises:
         ModelError: a large weight is no linear layer and is not excluded, a glob matches nothing,
             or no layer is left to compress.
     """
-    exclusions = Exclusions(leave_dense)
+    unused = set(leave_dense)
     dense: dict[str, str] = {}
     selected = []
     unsupported = []
     for index in range(len(blocks.modules)):
-        prefix = blocks.prefix(index)
         view = BlockView.of(blocks, index)
-        for name, parameter in other_matrices(view):
-            full_name = f"{prefix}.{name}"
-            if exclusions.match(full_name):
-                dense[full_name] = EXCLUDED
-            elif reason := parameter_reason(view, name, parameter):
-                dense[full_name] = reason
-            else:
-                unsupported.append(f"{full_name} {tuple(parameter.shape)}")
         sites = {}
-        for name, site in view.sites.items():
-            full_name = f"{prefix}.{name}"
-            matrix = Matrix(name, site.shape, site.parameter.dtype)
-            if exclusions.match(full_name):
-                dense[full_name] = EXCLUDED
-            elif reason := layer_reason(view, matrix, refuse):
+        for matrix in view.candidates():
+            full_name = f"{blocks.prefix(index)}.{matrix.name}"
+            matching = {glob for glob in leave_dense if fnmatchcase(full_name, glob)}
+            unused -= matching
+            reason = EXCLUDED if matching else reason_for(view, matrix)
+            if reason is not None:
                 dense[full_name] = reason
+            elif matrix.is_layer:
+                out, width = matrix.shape
+                sites[matrix.name] = Matrix(matrix.name, (out, width), matrix.parameter.dtype)
             else:
-                sites[name] = matrix
+                unsupported.append(f"{full_name} {matrix.shape}")
         selected.append(sites)
     if unsupported:
         raise unsupported_weights(unsupported)
-    if exclusions.unused:
-        globs = " ".join(exclusions.unused)
+    if unused:
+        globs = " ".join(sorted(unused))
         raise ModelError(f"{option('leave_dense', globs)} matches no layer of {blocks.name}")
     if not any(selected):
         raise nothing_selected(dense)
     return Selection(blocks, tuple(selected), dense)
 
 
-def layer_reason(
-    view: BlockView,
-    matrix: Matrix,
-    refuse: Refuse | None,
-) -> str | None:
-    """Return the reason for which a linear layer stays dense, or None."""
+def reason_for(view: BlockView, matrix: Candidate) -> str | None:
+    """The reason for which a matrix stays dense, or None."""
     for reason, applies in RULES:
-        if applies(view, matrix.name):
+        if applies(view, matrix):
             return reason
-    if refuse:
-        return refuse(matrix)
-    return None
-
-
-def other_matrices(view: BlockView) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of a block with two sides or more that no linear layer holds."""
-    inside = {id(site.parameter) for site in view.sites.values()}
-    for name, parameter in view.block.named_parameters():
-        sides = [side for side in parameter.shape if side > 1]
-        if id(parameter) not in inside and len(sides) >= 2:
-            yield name, parameter
-
-
-def parameter_reason(
-    view: BlockView,
-    name: str,
-    parameter: nn.Parameter,
-) -> str | None:
-    """Return the reason for which a parameter that is no linear layer may stay dense, or None."""
-    path = name.rpartition(".")[0]
-    if parameter.ndim == 2 and chooses_experts(view, path, parameter.shape[0]):
-        return ROUTER
-    module = view.block.get_submodule(path)
-    if isinstance(module, nn.Conv1d) and parameter.shape[1] == 1:
-        return DEPTHWISE
-    total = sum(p.numel() for p in view.block.parameters())
-    if parameter.numel() <= SMALL_SHARE * total:
-        return SMALL
     return None
 
 
