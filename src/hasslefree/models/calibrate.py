@@ -1,10 +1,11 @@
 """Run blocks on the calibration segments, and collect the Gram matrices of their layers."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from hasslefree.errors import NonFiniteError, option
 from hasslefree.models.activations import Activations
 from hasslefree.models.calls import BlockCall, Stop, hooks
 from hasslefree.models.experts import every_expert_called, share_of_tokens
-from hasslefree.models.precision import as_multiplied, computing
+from hasslefree.models.precision import as_multiplied, computing, solving
 from hasslefree.models.sites import find_site
 from hasslefree.units import FLOAT
 
@@ -53,20 +54,19 @@ def with_batching(
     hidden: Activations,
 ) -> BlockCall:
     """The call, `batched` if the block gives the same outputs for two segments together as for each
-    alone.
+    alone. call: not `batched`.
     """
-    singly = replace(call, batched=False)
-    batched = replace(call, batched=True)
     if len(hidden) < 2:
-        return singly
+        return call
+    batched = replace(call, batched=True)
     with computing(block), torch.no_grad():
-        expected = singly.run(block, hidden[:2])
+        expected = call.run(block, hidden[:2])
         try:
             output = batched.run(block, hidden[:2])
         except (RuntimeError, ValueError, IndexError, TypeError):
-            return singly
+            return call
     if output.shape != expected.shape:
-        return singly
+        return call
     difference = call.hidden(output - expected).norm(dim=-1)
     norms = call.hidden(expected).norm(dim=-1)
     width = call.hidden(output).shape[-1]
@@ -75,7 +75,7 @@ def with_batching(
     same_states = bool((difference <= TOLERANCE * norms).all())
     if same_states and same_columns:
         return batched
-    return singly
+    return call
 
 
 def activation_values(
@@ -209,58 +209,47 @@ def gather(
     The first batch runs through the whole block, which shows how often the block calls each layer;
     the others end at the last call of a group.
     """
-    sums = {group[0]: MomentSums(hidden.states.shape[1]) for group in groups}
-    calls: int | None = None  # of the first layers of all groups, known after the first batch
-    with computing(block), torch.no_grad():
+    collector = Collector([group[0] for group in groups], hidden.states.shape[1])
+    watching = hooks(collector.watch(block))
+    with watching, computing(block), torch.no_grad():
         for batch in hidden.batches(BATCH if call.batched else 0):
-            collector = InputCollector(list(sums), calls)
-            collector.run(block, call, hidden[batch])
-            calls = collector.count
-            for name, parts in collector.inputs.items():
-                for rows in parts:
-                    sums[name].take(rows)
+            collector.calls = 0
+            with suppress(Stop):
+                call.run(block, hidden[batch])
+            collector.calls_per_pass = collector.calls
     grams = []
-    for name, total in sums.items():
-        grams.append(checked(total.gram(world), f"{prefix}.{name}"))
+    for name, sums in collector.sums.items():
+        grams.append(checked(sums.gram(world), f"{prefix}.{name}"))
     return grams
 
 
-class InputCollector:
-    """Copies the inputs of layers during a pass.
+class Collector:
+    """Sums the moments of inputs of layers during passes of a block.
 
     Args:
         names: of the layers in the block.
-        calls: number of calls of these layers after which the pass is stopped; None: it is not
-            stopped.
-        inputs: for each layer its inputs, (tokens, in) for each call.
+        seqlen: tokens of a segment.
     """
 
-    def __init__(self, names: Sequence[str], calls: int | None):
-        self.inputs: dict[str, list[Tensor]] = {name: [] for name in names}
-        self.calls = calls
-        self.count = 0
+    def __init__(self, names: Iterable[str], seqlen: int):
+        self.sums = {name: MomentSums(seqlen) for name in names}
+        self.calls = 0
+        # Number of calls after which a pass is stopped.
+        self.calls_per_pass: int | None = None
 
-    def keep(self, name: str, x: Tensor) -> None:
+    def watch(self, block: nn.Module) -> Iterator[Any]:
+        """Register a hook for each layer."""
+        for name in self.sums:
+            yield find_site(block, name).on_input(partial(self.take, name))
+
+    def take(self, name: str, x: Tensor) -> None:
+        """Add inputs (…, in) of a layer."""
         rows = as_multiplied(x.reshape(-1, x.shape[-1]))
-        if rows.data_ptr() == x.data_ptr():
-            rows = rows.clone()
-        self.inputs[name].append(rows)
-        self.count += 1
-        if self.count == self.calls:
+        with solving(x.device):
+            self.sums[name].take(rows)
+        self.calls += 1
+        if self.calls == self.calls_per_pass:
             raise Stop
-
-    def run(
-        self,
-        block: nn.Module,
-        call: BlockCall,
-        states: Tensor,
-    ) -> None:
-        """Run a block on hidden states (segments, tokens, width)."""
-        handles = []
-        for name in self.inputs:
-            handles.append(find_site(block, name).on_input(partial(self.keep, name)))
-        with hooks(handles), suppress(Stop):
-            call.run(block, states)
 
 
 def widest_dtype(device: torch.device) -> torch.dtype:
