@@ -31,7 +31,7 @@ from harness.figure1 import COMPARED, layer_errors
 from harness.paper import MODELS, Job, Scale, table_jobs
 from harness.plots import grouped_bars
 from harness.record import RESULTS, ROOT, machine, mean, write
-from hasslefree.checkpoint.record import Record
+from hasslefree.checkpoint.record import read_record
 from hasslefree.cli.bars import phase_bars
 from hasslefree.cli.common import console, say
 from hasslefree.errors import HasslefreeError, UnknownNameError, with_flags
@@ -197,7 +197,7 @@ def measure(
             record = compress(job.model, folder, job.recipe, device=device, resume=True, progress=progress)
             write_seconds(folder, record)
         text = (folder / "compression.json").read_text(encoding="utf-8")
-        record, times = Record.from_json(text), read_seconds(folder, text)
+        record, times = read_record(folder), read_seconds(folder, text)
         row |= {"relative_error": record.mean_relative_error, "kept_share": record.kept_share}
         row["seconds"] = None if times is None else times.seconds
     texts = job.evaluation["texts"]

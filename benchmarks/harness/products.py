@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hasslefree import Decomposition, LowRank, SemiStructured, SparseLowRankLinear
-from hasslefree.checkpoint.entries import entry_of
+from hasslefree.checkpoint.entries import Entry
 from hasslefree.checkpoint.plugin import HasslefreeConfig
 from hasslefree.core.grids import Grid, Quantised
 from hasslefree.models.blocks import find_blocks
@@ -107,6 +107,6 @@ def write_models(
         for name, site in find_sites(block).items():
             packed = random_layer(site.weight(), grid)
             site.replace(packed)
-            entries[f"{decoder.prefix(index)}.{name}"] = entry_of(packed)
+            entries[f"{decoder.prefix(index)}.{name}"] = Entry.of(packed).to_dict()
     model.config.quantization_config = HasslefreeConfig(entries)
     model.save_pretrained(folder / "packed")

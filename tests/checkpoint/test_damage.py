@@ -81,7 +81,7 @@ ENTRIES = {
     "a shape that does not divide": ({"shape": [48, 30]}, "30 inputs, no multiple of 4"),
     "rank": ({"rank": -1}, "rank"),
     "count": ({"nonzeros": 767}, "48×32 weight of pattern 2:4 has 768 stored values, got 767"),
-    "crc": ({"crc32": "12345"}, "crc32 must be eight"),
+    "crc": ({"crc32": "12345"}, "crc32 must match pattern"),
 }
 
 

@@ -74,5 +74,5 @@ def test_a_damaged_record_is_one_message(content, compressed_copy):
     folder = compressed_copy(RECIPES["2:4"])
     (folder / "compression.json").write_bytes(content)
     for read in (inspect_folder, dense_original):
-        with pytest.raises(CheckpointError, match="out:? .*compression.json .*; compress the model again"):
+        with pytest.raises(CheckpointError, match="out.*compression.json .*; compress the model again"):
             read(folder)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hasslefree.checkpoint.record import Record
+from hasslefree.checkpoint.record import read_record
 from hasslefree.errors import CheckpointError, ModelError
 from hasslefree.files import read_json
 from hasslefree.progress import PhaseTime
@@ -67,7 +67,7 @@ def test_the_spectrum_of_factors_in_eight_bits(tmp_path):
 
 
 def test_seconds_are_those_of_this_compression_and_of_no_other(folder):
-    report = Record.from_json((folder / "compression.json").read_text())
+    report = read_record(folder)
     layers = tuple(dataclasses.replace(layer, seconds=float(index)) for index, layer in enumerate(report.layers))
     phases = (PhaseTime("reading the text", 1.25), PhaseTime("solving", 90.5))
     write_seconds(folder, dataclasses.replace(report, layers=layers, seconds=99.5, phases=phases))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from hasslefree import Grid
-from hasslefree.checkpoint.entries import Entry, crc32
+from hasslefree.checkpoint.entries import Entry, checksum
 from hasslefree.core.factors import nearest
 from hasslefree.core.grids import Quantised
 from hasslefree.packed.spec import LayerSpec
@@ -70,4 +70,4 @@ def layer_of(kind, shape, rank, seed=0):
                 factor.copy_(coded.codes * coded.scale[:, None])
         matrix = matrix + u.double() @ v.double()
     spec = LayerSpec(pattern, shape, rank, nonzeros, grid, bits)
-    return Layer(Entry(spec, crc32(tensors[spec.layout.index])), tensors, matrix)
+    return Layer(Entry(spec, checksum([tensors[spec.layout.index]])), tensors, matrix)

@@ -10,9 +10,7 @@ vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
 
 def config_of(version=2, prefix="model.layers.0.mlp"):
     entry = layer_of("2:4", (16, 64), 2).entry
-    modules = {
-        f"{prefix}.{name}": entry.spec.to_dict() | {"crc32": f"{entry.crc32:08x}"} for name in ("up_proj", "gate")
-    }
+    modules = {f"{prefix}.{name}": entry.to_dict() for name in ("up_proj", "gate")}
     return {"quant_method": "hasslefree", "version": version, "layout": "packed", "modules": modules}
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import Recipe
-from hasslefree.checkpoint.record import Record
+from hasslefree.checkpoint.record import read_record
 from hasslefree.core.low_rank import LowRank
 from hasslefree.errors import CalibrationError, ModelError, NonFiniteError, RecipeError
 from hasslefree.models.blocks import find_blocks
@@ -361,7 +361,7 @@ def test_a_compression_ends_with_it(streamed, tmp_path):
         options["tokenizer"] = NoTokenizer()
     report = hasslefree.compress(model, tmp_path / "out", RECIPE, **options)
     found = report.predictions
-    written = Record.from_json((tmp_path / "out" / "compression.json").read_text())
+    written = read_record(tmp_path / "out")
     assert written.predictions == found
     assert found["after"] < found["before"]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -2,13 +2,13 @@
 it describes.
 """
 
-import re
 import zlib
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Self
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from hasslefree.core.factors import check_factor_bits
@@ -28,23 +28,27 @@ FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
 
 @dataclass(frozen=True)
 class Entry:
-    """A compressed layer in config.json. crc32: of the bytes of its index tensor."""
+    """A compressed layer in config.json. crc32: `checksum` of its index tensor."""
 
     spec: LayerSpec
-    crc32: int
+    crc32: Annotated[str, Field(pattern="^[0-9a-f]{8}$")]
+
+    @classmethod
+    def of(cls, layer: SparseLowRankLinear) -> Self:
+        return cls(layer.spec, checksum([layer.index]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The entry as config.json holds it."""
+        return self.spec.to_dict() | {"crc32": self.crc32}
 
 
-def entry_of(layer: SparseLowRankLinear) -> dict[str, Any]:
-    """The entry of a layer, as config.json holds it."""
-    return layer.spec.to_dict() | {"crc32": f"{crc32(layer.index):08x}"}
-
-
-def crc32(tensor: Tensor, start: int = 0) -> int:
-    """zlib's CRC-32 of the bytes of a tensor in C order. start: the CRC-32 of the bytes before
-    them.
-    """
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy().data, start)
+def checksum(tensors: Iterable[Tensor]) -> str:
+    """zlib's CRC-32 of the bytes of tensors in C order, one after the other, in hexadecimal."""
+    crc = 0
+    for tensor in tensors:
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        crc = zlib.crc32(flat.view(torch.uint8).numpy().data, crc)
+    return f"{crc:08x}"
 
 
 def check_format_version(version: Any, layout: Any) -> None:
@@ -78,13 +82,11 @@ def _read_entry(name: str, content: Any) -> Entry:
             raise InvalidError(
                 "grid", "grid must have the fields bits, group and symmetric, and offset if true"
             )
-        if not isinstance(crc := content.get("crc32"), str) or not re.fullmatch("[0-9a-f]{8}", crc):
-            raise InvalidError("crc32", "crc32 must be eight hexadecimal digits")
+        return validated(Entry, {"spec": content, "crc32": content.get("crc32")})
     except (HasslefreeError, InvalidError) as error:
         raise CheckpointError(
             f"config.json, entry {name}: {error.message}. Download or copy config.json again"
         ) from None
-    return Entry(spec, int(crc, 16))
 
 
 def check_stored(
@@ -143,26 +145,23 @@ def check_tensors(
             )
 
 
-def check_index(
-    name: str,
-    entry: Entry,
-    index: Tensor,
-) -> None:
+def check_index(name: str, entry: Entry, index: Tensor) -> None:
     """Compare the index tensor of a layer with its CRC-32, and its codes with the pattern. name: of
     the layer.
     """
     spec = entry.spec
-    layout = entry.spec.layout
-    index = index.cpu()
-    if (crc := crc32(index)) != entry.crc32:
+    layout = spec.layout
+    full_name = f"{name}.{layout.index}"
+    crc = checksum([index])
+    if crc != entry.crc32:
         raise CheckpointError(
-            f"{name}.{layout.index} is damaged: its CRC-32 is {crc:08x}, but {entry.crc32:08x}"
-            " according to config.json; download or copy the folder again"
+            f"{full_name} is damaged: its CRC-32 is {crc}, but {entry.crc32} according to"
+            " config.json; download or copy the folder again"
         )
     try:
-        layout.validate(index, spec.shape[1], spec.nonzeros)
+        layout.validate(index.cpu(), spec.shape[1], spec.nonzeros)
     except PatternError as error:
         raise CheckpointError(
-            f"{name}.{layout.index} was written wrongly: its CRC-32 is right, but {error}. Update"
-            " hasslefree and compress the model again"
+            f"{full_name} was written wrongly: its CRC-32 is right, but {error}. Update hasslefree"
+            " and compress the model again"
         ) from None

@@ -22,6 +22,7 @@ from hasslefree.files import stored_tensors
 from hasslefree.models.experts import SplitExperts, split_experts
 from hasslefree.models.sites import Site, find_sites
 from hasslefree.packed.linear import SparseLowRankLinear, layers_without_numba
+from hasslefree.packed.spec import LayerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class HasslefreeQuantizer(HfQuantizer):
                     " that name; download or copy config.json again, or use the version of"
                     " transformers that compression.json names"
                 )
-            layer = empty_layer(sites[name], name, entry)
+            layer = empty_layer(sites[name], name, entry.spec)
             sites[name].replace(layer)
             if layer.bias is not None:
                 biased.add(name)
@@ -116,21 +117,17 @@ class HasslefreeQuantizer(HfQuantizer):
         return True
 
 
-def empty_layer(
-    site: Site,
-    name: str,
-    entry: read.Entry,
-) -> SparseLowRankLinear:
+def empty_layer(site: Site, name: str, spec: LayerSpec) -> SparseLowRankLinear:
     """The layer to load into, with the dtype and device of the one that it replaces. name: in the
     model.
     """
-    if entry.spec.shape != site.shape:
+    if spec.shape != site.shape:
         raise CheckpointError(
-            f"{name} has the shape {list(entry.spec.shape)} in the quantization_config of"
+            f"{name} has the shape {list(spec.shape)} in the quantization_config of"
             f" config.json, but {list(site.shape)} in the model; download or copy config.json again"
         )
     weight = site.parameter
-    return SparseLowRankLinear(entry.spec, site.bias is not None, weight.dtype, weight.device)
+    return SparseLowRankLinear(spec, site.bias is not None, weight.dtype, weight.device)
 
 
 def register_format() -> None:

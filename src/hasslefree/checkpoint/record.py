@@ -10,20 +10,23 @@ import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import CheckpointError
 from hasslefree.escaping import escaped
-from hasslefree.files import read_small
+from hasslefree.files import read_json
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.progress import PhaseTime
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.units import duration, size
-from hasslefree.validation import Count, Figure, validated
+from hasslefree.validation import Count, Figure, InvalidError, validated
 
+# A number that JSON holds.
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 # The layers that a verdict names.
 LOST_MOST = 3
 
@@ -48,7 +51,7 @@ class LayerRecord:
     relative_error: Figure
     relative_error_before_cast: Figure
     seconds: Figure
-    history: tuple[float, ...] = ()
+    history: tuple[Finite, ...] = ()
     remarks: tuple[str, ...] = ()
     bytes: Count = 0
     dense_bytes: Count = 0
@@ -56,14 +59,14 @@ class LayerRecord:
     @classmethod
     def of(
         cls, name: str, spec: LayerSpec, result: Decomposition, seconds: float, stored: int
-    ) -> "LayerRecord":
+    ) -> Self:
         """The record of a decomposition. spec: of the stored layer. stored: its size in bytes."""
         spec = dataclasses.replace(spec, nonzeros=int(result.sparse.count_nonzero()))
         history = result.history
         remarks = result.remarks
         if not all(map(math.isfinite, history)):
             history = ()
-            remarks = (*remarks, "the objective was NaN or Inf in a round: its history is left out")
+            remarks += ("the objective was NaN or Inf in a round: its history is left out",)
         return cls(
             name,
             spec,
@@ -77,19 +80,14 @@ class LayerRecord:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: the fields of the spec are among the others, its shape as `out` and `width`."""
+        """For compression.json, without the seconds: the fields of the spec are among the others,
+        its shape as `out` and `width`.
+        """
         spec = self.spec.to_dict()
         out, width = spec.pop("shape")
-        rest = {name: value for name, value in vars(self).items() if name not in ("name", "spec")}
-        return {"name": self.name, "out": out, "width": width, **spec, **rest}
-
-    @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> "LayerRecord":
-        """Read back what `to_dict` returned; seconds are 0 if it has none. Raises InvalidError or
-        KeyError.
-        """
-        spec = content | {"shape": [content["out"], content["width"]]}
-        return validated(cls, {"seconds": 0.0, **content, "spec": spec})
+        content = {"name": self.name, "out": out, "width": width, **spec, **vars(self)}
+        del content["spec"], content["seconds"]
+        return content
 
 
 class PredictionRecord(TypedDict):
@@ -236,41 +234,34 @@ class Record:
         )
         content = vars(self) | {"layers": [layer.to_dict() for layer in self.layers]}
         content |= {name: getattr(self, name) for name in totals}
-        del content["phases"]
-        for timed in (content, *content["layers"]):
-            del timed["seconds"]
+        del content["phases"], content["seconds"]
         return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> "Record":
-        """Read back what `to_json` wrote; all seconds are 0."""
-        try:
-            content = json.loads(text)
-            layers = tuple(LayerRecord.from_dict(layer) for layer in content["layers"])
-            record = validated(cls, content | {"seconds": 0.0, "layers": []})
-            if wrong := [
-                layer.name for layer in layers if not all(map(math.isfinite, layer.history))
-            ]:
-                raise ValueError(f"the errors by round of {wrong[0]} contain NaN or Inf")
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            cause = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise CheckpointError(
-                f"compression.json is not valid for this version of hasslefree ({cause})"
-            ) from None
+    def from_dict(cls, content: dict[str, Any]) -> Self:
+        """Read back what `to_json` wrote; all seconds are 0. Raises an InvalidError."""
+        layers = validated(list[dict[str, Any]], content.get("layers"))
         if not layers:
-            raise CheckpointError("compression.json lists no layers")
-        return dataclasses.replace(record, layers=layers)
+            raise InvalidError("layers", "it lists no layers")
+        nested = []
+        for layer in layers:
+            spec = layer | {"shape": [layer.get("out"), layer.get("width")]}
+            nested.append(layer | {"spec": spec, "seconds": 0.0})
+        return validated(cls, content | {"layers": nested, "seconds": 0.0})
 
 
-def read_record(folder: Path) -> "Record":
+def read_record(folder: Path) -> Record:
     """The record in a folder's compression.json. Raises a CheckpointError if it is missing or
     damaged.
     """
+    file = folder / "compression.json"
+    remedy = "compress the model again"
+    content = read_json(file, remedy)
     try:
-        return Record.from_json(read_small(folder / "compression.json"))
-    except (OSError, ValueError) as error:
+        return Record.from_dict(content)
+    except InvalidError as error:
         raise CheckpointError(
-            f"{folder} has no readable compression.json ({error}); compress the model again"
+            f"{file} is not valid for this version of hasslefree ({error}); {remedy}"
         ) from None
 
 

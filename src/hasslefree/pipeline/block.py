@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hasslefree.allocate.allocation import Allocation
-from hasslefree.checkpoint.entries import entry_of, read_entries
+from hasslefree.checkpoint.entries import Entry
+from hasslefree.checkpoint.journal import FinishedPart
 from hasslefree.checkpoint.plugin import empty_layer
-from hasslefree.checkpoint.record import LayerRecord
-from hasslefree.checkpoint.resume import FinishedPart, Unfinished
+from hasslefree.checkpoint.resume import Unfinished
 from hasslefree.core.gram import Gram
 from hasslefree.errors import RecipeError, option
 from hasslefree.models.activations import Activations
@@ -100,8 +100,8 @@ def write_block(task: Task, done: list[Done], count: int) -> None:
     task.job.work.add(
         part_file(visit.index + 1, count, last=not trained_later),
         block_tensors(visit.block, visit.prefix, tied),
-        entries={record.name: entry_of(layer) for layer, record in done},
-        layers=[record.to_dict() for _, record in done],
+        entries={record.name: Entry.of(layer) for layer, record in done},
+        layers=[record for _, record in done],
     )
 
 
@@ -137,7 +137,7 @@ def write_outside_and_embed(job: Job, walk: Walk, writing: Phase) -> Activations
     """
     work = job.work
     with walk.outside():
-        if not work.parts and job.world.writes:
+        if not work.progress.parts and job.world.writes:
             tensors = outside_tensors(walk.model, walk.blocks)
             if walk.weights.streamed:
                 tensors |= copied_tensors(walk.model)
@@ -174,14 +174,14 @@ def put_back(
     walk: Walk, visits: Iterator[Visit], work: Unfinished, collecting: Phase, solving: Phase
 ) -> None:
     """Visit the finished blocks, and put their compressed layers in place."""
-    parts = work.parts[1:]
+    parts = work.progress.blocks
     finished = islice(visits, len(parts))
     counted = walk.phases.counted(RESUMED, finished, len(parts), "blocks")
     for visit, part in zip(counted, parts, strict=True):
         put_block_back(visit, work, part, walk.model.all_tied_weights_keys)
         collecting.skip(len(part.layers))
         for layer in part.layers:
-            solving.skip(1, LayerRecord.from_dict(layer))
+            solving.skip(1, layer)
 
 
 def put_block_back(
@@ -194,10 +194,10 @@ def put_block_back(
     """
     prefix = f"{visit.prefix}."
     sites = find_sites(visit.block)
-    for full_name, entry in read_entries(part.entries).items():
+    for full_name, entry in part.entries.items():
         # Taken out, so that its weight is freed as soon as it is replaced.
         site = sites.pop(full_name.removeprefix(prefix))
-        site.replace(empty_layer(site, full_name, entry))
+        site.replace(empty_layer(site, full_name, entry.spec))
     state: dict[str, Tensor] = {}
     for name, tensor in visit.block.state_dict().items():
         if f"{prefix}{name}" in tied:

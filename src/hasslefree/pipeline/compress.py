@@ -15,15 +15,10 @@ from transformers import PreTrainedModel
 from hasslefree.allocate.allocation import Allocation, by_sensitivity
 from hasslefree.allocate.owl import by_outliers
 from hasslefree.bar import with_bar
+from hasslefree.checkpoint.entries import checksum
 from hasslefree.checkpoint.output import FILES, check_output
 from hasslefree.checkpoint.record import Record
-from hasslefree.checkpoint.resume import (
-    Progress,
-    Unfinished,
-    fingerprint,
-    unfinished,
-    unfinished_folder,
-)
+from hasslefree.checkpoint.resume import Unfinished, unfinished, unfinished_folder
 from hasslefree.distributed import World, local_device, process_group
 from hasslefree.errors import ModelError, OutputError
 from hasslefree.models.activations import check_storage
@@ -143,7 +138,7 @@ def compress(
                 model, resolved.dtype, scratch, tokenizer, trust_remote_code
             )
         planned = plan_model(loaded, resolved)
-        check_output(folder, overwrite, planned.bytes_to_write - work.bytes_done)
+        check_output(folder, overwrite, planned.bytes_to_write - work.progress.bytes)
         if text is None:
             assert segments is not None
             segments = segments.clone()  # an inference tensor cannot be saved for a gradient
@@ -234,23 +229,22 @@ def run(job: Job) -> Record:
     start = time.perf_counter()
     setup = setup_of_job(job)
     walk, digests = open_walk(job, setup)
-    share_trained_state(job)
     job.phases.expected = seconds_by_phase(setup, without=phases_to_skip(job))
     reference, check = run_dense_model(job, walk)
     allocation = job.world.broadcast(allocate(job, walk))
     description = described(job)
     if job.world.writes:
-        job.work.begin(identity_of(job, description, digests, allocation.plan))
+        job.work.progress.check_identity(identity_of(job, description, digests, allocation.plan))
     with writing_files(job) as writing:
         compress_blocks(job, walk, allocation, writing, check)
         predictions = train_and_check(job, walk, reference, writing, check)
-        parts = job.world.broadcast(job.work.parts)
+        parts = job.world.broadcast(job.work.progress.parts)
         record = recorded(
             description,
             parts,
             allocation.sensitivities,
             predictions=predictions,
-            held_out=job.work.held_out,
+            held_out=job.work.progress.held_out,
             seconds=time.perf_counter() - start,
         )
         if job.world.writes:
@@ -300,15 +294,9 @@ def open_walk(job: Job, setup: Setup) -> tuple[Walk, dict[str, str]]:
     return walk, digests
 
 
-def share_trained_state(job: Job) -> None:
-    """Let every process know what an earlier run has trained and measured."""
-    trained = (job.work.predictions, job.work.held_out)
-    job.work.predictions, job.work.held_out = job.world.broadcast(trained)
-
-
 def phases_to_skip(job: Job) -> tuple[str, ...]:
     """The phases that have an expected time, and that this run does not have."""
-    if job.work.predictions is not None:
+    if job.work.progress.predictions is not None:
         return (REFERENCE, PREDICTIONS, CHECK)
     if job.text is None:
         return (CHECK,)
@@ -322,7 +310,7 @@ def run_dense_model(job: Job, walk: Walk) -> tuple[Reference | None, Check | Non
         The predictions to match, and the check of the compressed model; None for each that the
         recipe does not ask for, or that an earlier run has finished.
     """
-    if job.work.predictions is not None:
+    if job.work.progress.predictions is not None:
         return None, None
     text = matching_text(job, walk)
     check = None
@@ -366,7 +354,7 @@ def identity_of(
     # No block depends on the minutes.
     settings = {name: value for name, value in description["recipe"].items() if name != "minutes"}
     return description | {
-        "segments": fingerprint(job.segments),
+        "segments": checksum([job.segments.long()]),
         "weights": digests,
         "config": configuration(job.model),
         "plan": digest(plan),
@@ -380,21 +368,21 @@ def writing_files(job: Job) -> Iterator[Phase]:
 
     Its timer runs where files are written while the work waits for that.
     """
-    work = job.work
+    progress = job.work.progress
     blocks = len(job.planned.plan)
     files = 2 + blocks
     if job.resolved.match_predictions:
         files += blocks
     with job.phases.phase(WRITING, files, "files", running=False) as writing:
-        if len(work.parts) > 1:
-            finished = f"{len(work.parts) - 1} of {blocks} blocks"
-            matched = ", prediction matching included" if work.predictions else ""
+        if len(progress.parts) > 1:
+            finished = f"{len(progress.parts) - 1} of {blocks} blocks"
+            matched = ", prediction matching included" if progress.predictions else ""
             logger.info(
                 "%s were finished in an earlier run%s: they are loaded, not compressed again",
                 finished,
                 matched,
             )
-            writing.skip(len(work.parts) + (blocks if work.predictions else 0))
+            writing.skip(len(progress.parts) + (blocks if progress.predictions else 0))
         yield writing
 
 
@@ -403,7 +391,7 @@ def workplace(out: Path, overwrite: bool, resume: bool, world: World) -> Iterato
     """Open the unfinished folder of OUT; in processes that do not write, a read-only view of it."""
     if world.writes:
         with unfinished(out, overwrite, resume) as work:
-            world.broadcast(work.parts)
+            world.broadcast(work.progress)
             yield work
     else:
-        yield Unfinished(out, Progress(parts=world.broadcast(None)))
+        yield Unfinished(out, world.broadcast(None))

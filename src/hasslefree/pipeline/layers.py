@@ -10,13 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hasslefree.checkpoint.entries import entry_of, read_entries
 from hasslefree.checkpoint.plugin import empty_layer
 from hasslefree.checkpoint.record import LayerRecord
 from hasslefree.core.gram import Gram
 from hasslefree.core.protocols import Decomposition, Method
 from hasslefree.distributed import World
-from hasslefree.errors import HasslefreeError, MemoryShortError, OutputError, option
+from hasslefree.errors import HasslefreeError, MemoryShortError, option
 from hasslefree.models.sites import find_site
 from hasslefree.models.walk import Visit
 from hasslefree.models.weights import trim
@@ -64,15 +63,6 @@ class Task:
         """The processes that share the layers of the block."""
         return self.job.world
 
-    def report_layer(self, record: LayerRecord) -> None:
-        """Count a layer that was compressed.
-
-        Raises:
-            OutputError: the block before, which is written meanwhile, cannot be written.
-        """
-        self.job.work.check()
-        self.solving.advance(layer=record)
-
 
 def compress_groups(task: Task, groups: list[list[str]], grams: Sequence[Gram]) -> list[Done]:
     """Decompose and replace the layers of groups; each process solves its share.
@@ -108,9 +98,7 @@ def compress_group(task: Task, plans: Plans, gram: Gram) -> dict[str, Done]:
             layer, record = compress_layer(task, name, plan, gram, prepared)
             record = dataclasses.replace(record, seconds=record.seconds + preparing)
             done[name] = (layer, record)
-            task.report_layer(record)
-    except OutputError:
-        raise  # it is an error of the block before, which is written meanwhile
+            task.solving.advance(layer=record)
     except HasslefreeError as error:
         raise error.within(f"{prefix}: {', '.join(plans)}") from None
     return done
@@ -185,11 +173,11 @@ def install_layer(task: Task, name: str, owner: int, done: Done | None) -> Done:
     """
     site = find_site(task.visit.block, name)
     world = task.world
-    solved = None if done is None else (entry_of(done[0]), done[1])
-    entry, record = world.broadcast(solved, owner)
+    solved = None if done is None else (done[0].spec, done[1])
+    spec, record = world.broadcast(solved, owner)
     if done is None:
-        layer = empty_layer(site, record.name, read_entries({record.name: entry})[record.name])
-        task.report_layer(record)
+        layer = empty_layer(site, record.name, spec)
+        task.solving.advance(layer=record)
     else:
         layer = done[0]
     for tensor in layer.state_dict().values():

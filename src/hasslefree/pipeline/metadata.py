@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from hasslefree.checkpoint.card import FIGURE, base_licence, model_card
+from hasslefree.checkpoint.journal import FinishedPart
 from hasslefree.checkpoint.originals import (
     PROCESSOR_FILES,
     TEXT_FILES,
@@ -20,7 +21,6 @@ from hasslefree.checkpoint.originals import (
 )
 from hasslefree.checkpoint.plugin import HasslefreeConfig
 from hasslefree.checkpoint.record import LayerRecord, Record, versions
-from hasslefree.checkpoint.resume import FinishedPart
 from hasslefree.models.load import auto_class
 from hasslefree.pipeline.job import Job
 from hasslefree.units import significant
@@ -73,7 +73,7 @@ def recorded(
     layers: list[LayerRecord] = []
     total = 0
     for part in parts:
-        layers += map(LayerRecord.from_dict, part.layers)
+        layers += part.layers
         total += sum(part.tensors.values())
     rounded = None
     if sensitivities is not None:
@@ -137,7 +137,7 @@ def write_configuration(
         has_files: the model has an original config.json, whose keys are kept.
     """
     config = model.config
-    entries = {name: entry for part in parts for name, entry in part.entries.items()}
+    entries = {name: entry.to_dict() for part in parts for name, entry in part.entries.items()}
     original = read_configuration(report.model) if has_files else {}
     if not head_is_tied(model):
         config.tie_word_embeddings = False

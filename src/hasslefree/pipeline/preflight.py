@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hasslefree.checkpoint.entries import crc32
+from hasslefree.checkpoint.entries import checksum
 from hasslefree.errors import ModelError, NonFiniteError, option
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.calls import hooks
@@ -79,14 +79,12 @@ def checked(tensors: Mapping[str, Tensor]) -> str:
     Raises:
         NonFiniteError: one of them contains NaN or Inf.
     """
-    crc = 0
     for name, tensor in tensors.items():
         if not is_finite(tensor):
             raise NonFiniteError(
                 f"the weight {name} contains NaN or Inf; download the model again, or use another"
             )
-        crc = crc32(tensor, crc)
-    return f"{crc:08x}"
+    return checksum(tensors.values())
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -79,13 +79,13 @@ def train_and_check(
     Returns:
         The record of the training, in this run or in an earlier one; None without training.
     """
-    predictions = job.work.predictions
+    predictions = job.work.progress.predictions
     if reference is not None:
         predictions = train_whole(job, walk, reference)
         if check is not None:
             check.run_again()
     if check is not None:
-        job.work.held_out = check.measure()
+        job.work.progress.held_out = check.measure()
     if reference is not None and predictions is not None:
         rewrite(job, walk, predictions, writing)
     return predictions
@@ -94,7 +94,7 @@ def train_and_check(
 def train_whole(job: Job, walk: Walk, reference: Reference) -> PredictionRecord:
     """Train the compressed model whose blocks the unfinished folder holds."""
     work = job.work
-    work.parts[:] = job.world.broadcast(work.parts)
+    work.progress.parts = job.world.broadcast(work.progress.parts)
     blocks = walk.blocks.modules
     with walk.phases.phase(READ_BACK, len(blocks), "blocks") as phase:
         bring_back(walk, work, phase.advance)
@@ -128,7 +128,7 @@ def bring_back(walk: Walk, work: Unfinished, passed: Callable[[], None] | None =
     for index, block in enumerate(walk.blocks.modules):
         prefix = f"{walk.blocks.prefix(index)}."
         state: dict[str, Tensor] = {}
-        for name, tensor in work.read(work.parts[index + 1]).items():
+        for name, tensor in work.read(work.progress.blocks[index]).items():
             state[name.removeprefix(prefix)] = tensor.to(walk.weights.device)
         block.load_state_dict(state, assign=True, strict=not walk.blocks.shared)
         if passed is not None:

@@ -1,0 +1,141 @@
+"""The journal of an unfinished compression: the finished parts, and what they depend on."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from hasslefree.checkpoint.entries import Entry
+from hasslefree.checkpoint.output import fsync_and_rename
+from hasslefree.checkpoint.record import HeldOutRecord, LayerRecord, PredictionRecord
+from hasslefree.errors import CheckpointError, OutputError, option
+from hasslefree.files import read_json
+from hasslefree.validation import InvalidError, validated
+
+JOURNAL = "progress.json"
+PART = r"(model|fitted)-\d+-of-\d+\.safetensors"
+
+
+@dataclass(frozen=True)
+class FinishedPart:
+    """A finished part of the model: the tensors outside the blocks, or one block.
+
+    Args:
+        file: its name. sha256: of its bytes. tensors: their names and sizes in bytes.
+        entries: those of config.json for its compressed layers. layers: their records.
+    """
+
+    file: Annotated[str, Field(pattern=f"^{PART}$")]
+    sha256: str
+    tensors: dict[str, int]
+    entries: dict[str, Entry] = field(default_factory=dict)
+    layers: list[LayerRecord] = field(default_factory=list)
+
+
+@dataclass
+class Progress:
+    """The content of a journal.
+
+    Args:
+        parts: the first one holds what is outside the blocks, each of the others a block.
+        identity: everything that the result depends on, as JSON.
+        predictions: the record of prediction matching, once all blocks have the matched values.
+        held_out: what was measured after it.
+    """
+
+    parts: list[FinishedPart]
+    identity: dict[str, Any] | None = None
+    predictions: PredictionRecord | None = None
+    held_out: HeldOutRecord | None = None
+
+    @property
+    def blocks(self) -> list[FinishedPart]:
+        """The finished blocks."""
+        return self.parts[1:]
+
+    @property
+    def bytes(self) -> int:
+        """The size of the finished parts."""
+        return sum(size for part in self.parts for size in part.tensors.values())
+
+    def __str__(self) -> str:
+        plural = "" if len(self.blocks) == 1 else "s"
+        return f"{len(self.blocks)} finished block{plural}"
+
+    def check_identity(self, identity: dict[str, Any]) -> None:
+        """Record what this run depends on. Raises an OutputError if it differs from that of the
+        finished parts.
+        """
+        as_json = json.loads(json.dumps(identity))
+        if self.identity is not None:
+            changes = list(differences(self.identity, as_json))
+            if changes:
+                raise OutputError(
+                    f"cannot resume: the settings differ: {'; '.join(changes)}. Give the same"
+                    f" settings, or {option('overwrite', True)} to start again"
+                )
+        self.identity = as_json
+
+    def write(self, folder: Path) -> None:
+        """Write the journal of an unfinished folder."""
+        temporary = folder / f".{JOURNAL}"
+        # A configuration may hold an infinity, as that of Mamba 2 does, and Python reads it again.
+        temporary.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+        fsync_and_rename(temporary, folder / JOURNAL)
+
+
+def read_progress(folder: Path) -> Progress:
+    """The journal of an unfinished folder; without parts if there is none."""
+    file = folder / JOURNAL
+    if not file.exists():
+        return Progress([])
+    remedy = "move it away, or delete it to start again"
+    try:
+        return validated(Progress, read_json(file, remedy))
+    except InvalidError as error:
+        raise CheckpointError(f"{file} is damaged ({error}); {remedy}") from None
+
+
+def intact_progress(folder: Path) -> Progress:
+    """The journal of an unfinished folder, up to the first part whose file is missing.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    progress = read_progress(folder)
+    parts: list[FinishedPart] = []
+    for part in progress.parts:
+        file = folder / "model" / part.file
+        if not file.is_file():
+            break
+        if sha256(file) != part.sha256:
+            raise CheckpointError(
+                f"{file} is damaged (wrong SHA-256). Delete it and use {option('resume', True)}:"
+                " its block and all later blocks are compressed again; if prediction matching was"
+                " finished, all blocks are"
+            )
+        parts.append(part)
+    # All blocks are trained together: if the file of one is missing, all are dropped.
+    if progress.predictions is not None and len(parts) < len(progress.parts):
+        return Progress(parts[:1], progress.identity)
+    return dataclasses.replace(progress, parts=parts)
+
+
+def differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
+    """The fields in which two JSON values differ, with both values."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in before | now:
+            inner = f"{name}.{key}" if name else key
+            yield from differences(before.get(key), now.get(key), inner)
+    elif before != now:
+        yield f"{name} was {before!r:.80} and is {now!r:.80}"
+
+
+def sha256(file: Path) -> str:
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
