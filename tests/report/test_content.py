@@ -117,14 +117,14 @@ def test_names_tell_folders_apart(tmp_path):
 DAMAGE = {
     "no JSON": (
         lambda f: (f / "compression.json").write_text("{"),
-        r"out has no readable compression.json .compression.json is not valid .*; compress the model again",
+        r"out/compression.json cannot be read: .*; compress the model again",
     ),
     "no text": (
         lambda f: (f / "compression.json").write_bytes(b'{"layers": "\xff"}'),
-        r"out has no readable compression.json \(.*; compress the model again",
+        r"out/compression.json cannot be read: .*; compress the model again",
     ),
-    "gone": (lambda f: (f / "compression.json").unlink(), "no readable compression.json"),
-    "a field": (lambda f: edit(f, lambda c: c.pop("layers")), "'layers' is missing"),
+    "gone": (lambda f: (f / "compression.json").unlink(), r"out/compression.json cannot be read: .*; compress the model again"),
+    "a field": (lambda f: edit(f, lambda c: c.pop("layers")), "lists no layers"),
     "a layer's": (lambda f: edit(f, lambda c: c["layers"][0].pop("rank")), "'rank' is missing"),
     "a type": (lambda f: edit(f, lambda c: c["layers"][0].update(rank="4")), "rank .*, got '4'"),
     "no list": (lambda f: edit(f, lambda c: c.update(layers=[3])), "is not valid"),
@@ -135,7 +135,7 @@ DAMAGE = {
     ),
     "infinite": (
         lambda f: edit(f, lambda c: c["layers"][0].update(history=[1, float("inf")])),
-        "the errors by round of .* contain NaN or Inf",
+        "history must be a finite number",
     ),
     "no rows": (lambda f: edit(f, lambda c: c["layers"][0].update(out=0)), "shape must be at least 1, got 0"),
     "a shard": (lambda f: next(f.glob("*.safetensors")).unlink(), "is missing"),

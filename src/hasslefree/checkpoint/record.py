@@ -240,11 +240,10 @@ class Record:
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Self:
         """Read back what `to_json` wrote; all seconds are 0. Raises an InvalidError."""
-        layers = validated(list[dict[str, Any]], content.get("layers"))
-        if not layers:
+        if not content.get("layers"):
             raise InvalidError("layers", "it lists no layers")
         nested = []
-        for layer in layers:
+        for layer in validated(list[dict[str, Any]], content["layers"]):
             spec = layer | {"shape": [layer.get("out"), layer.get("width")]}
             nested.append(layer | {"spec": spec, "seconds": 0.0})
         return validated(cls, content | {"layers": nested, "seconds": 0.0})
