@@ -123,7 +123,10 @@ DAMAGE = {
         lambda f: (f / "compression.json").write_bytes(b'{"layers": "\xff"}'),
         r"out/compression.json cannot be read: .*; compress the model again",
     ),
-    "gone": (lambda f: (f / "compression.json").unlink(), r"out/compression.json cannot be read: .*; compress the model again"),
+    "gone": (
+        lambda f: (f / "compression.json").unlink(),
+        r"out/compression.json cannot be read: .*; compress the model again",
+    ),
     "a field": (lambda f: edit(f, lambda c: c.pop("layers")), "lists no layers"),
     "a layer's": (lambda f: edit(f, lambda c: c["layers"][0].pop("rank")), "'rank' is missing"),
     "a type": (lambda f: edit(f, lambda c: c["layers"][0].update(rank="4")), "rank .*, got '4'"),
