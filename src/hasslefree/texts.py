@@ -59,8 +59,6 @@ class HubText:
 # the tokens of a segment.
 PIECE = 1 << 18
 WIDEST = 128
-# Bytes of a text file, which is held in memory.
-MOST_BYTES = 10**9
 # Text counts as repeated if this many consecutive tokens are, or half a window; and the base of
 # their hash.
 RUN = 32
@@ -121,15 +119,12 @@ def calibration_documents(name: str, seqlen: int = 0) -> Sequence[str]:
         documents = [text.protocol.joiner.join(_from_hub(name, text.calibration))]
     else:
         documents = _local(name)
-    found: list[str] = []
+    size = max(PIECE, WIDEST * seqlen)
+    pieces: list[str] = []
     for document in documents:
-        found.extend(pieces(document, max(PIECE, WIDEST * seqlen)))
-    return found
-
-
-def pieces(text: str, size: int) -> Iterator[str]:
-    """Cut a text into pieces of `size` characters; an empty text is one piece."""
-    return (text[start : start + size] for start in range(0, len(text) or 1, size))
+        for start in range(0, len(document) or 1, size):
+            pieces.append(document[start : start + size])
+    return pieces
 
 
 def evaluation_protocol(name: str) -> Protocol:
@@ -183,10 +178,6 @@ def _local(name: str, known: Sequence[str] = tuple(HUB_TEXTS)) -> list[str]:
     if not path.is_file():
         raise CalibrationError(f"the text file {path} does not exist; check its path")
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise CalibrationError(
-                f"{path} is larger than {MOST_BYTES:,} bytes; use a part of the text"
-            )
         with path.open(encoding="utf-8-sig") as lines:
             if path.suffix == ".jsonl":
                 documents = list(_parse_jsonl(path, lines))

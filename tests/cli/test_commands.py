@@ -208,7 +208,7 @@ BAD = {
     "no text of this name": (["--rank", "4", "--calibration", "foo"], "c4, ptb, self, wikitext2"),
     "short text": (["--rank", "4", "--samples", "9999", "--seqlen", "512"], "are needed"),
     "positions": (["--rank", "4", "--seqlen", "4096"], "takes at most 512 tokens"),
-    "device": (["--rank", "4", "--device", "gpu"], "unknown device 'gpu'"),
+    "device": (["--rank", "4", "--device", "gpu"], "device 'gpu' cannot be used"),
     "a grid": (["--method", "joint", "--bits", "4", "--rank", "4"], "method 'joint' does not quantise S"),
     "bits": (["--method", "gptq", "--bits", "7"], "bits must be one of 2, 3, 4, 5, 6, 8, got 7"),
     "bits of factors": (["--rank", "4", "--factor-bits", "4"], "factor_bits must be 8, got 4"),

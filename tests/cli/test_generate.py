@@ -134,7 +134,7 @@ def test_mistakes_are_one_message_and_exit_code_2(monkeypatch, capsys, out, tmp_
         (["generate", MODEL, "x"], "has no compressed layers"),
         (["chat", out, "--backend", "int4"], "quantised codes"),
         (["chat", out, "--dtype", "float23"], "unknown dtype 'float23'. Did you mean 'float32'"),
-        (["chat", out, "--device", "gpu"], "unknown device 'gpu'"),
+        (["chat", out, "--device", "gpu"], "device 'gpu' cannot be used"),
         (["chat", out, "--temperature", "-1"], "--temperature"),
     ]:
         code, text = run(monkeypatch, capsys, *arguments)

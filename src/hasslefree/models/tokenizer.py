@@ -10,11 +10,7 @@ from transformers import AutoTokenizer
 
 from hasslefree.errors import CheckpointError
 from hasslefree.models.load import check_name, loading, no_model
-from hasslefree.texts import PIECE, WIDEST, pieces
-
-# Number of characters that a tokenizer gets at once: more than the published texts for perplexity
-# have.
-WHOLE = 1 << 22
+from hasslefree.texts import PIECE, WIDEST
 
 
 def tokenizing(name: str) -> AbstractContextManager[None]:
@@ -49,30 +45,18 @@ def encode(
 ) -> Tensor:
     """Tokenise a text.
 
-    A text of more than 4 million characters is tokenised in pieces, so time and memory stay in
-    proportion to its length.
-
     Args:
-        most: return the first tokens only, at most this number.
-        special_tokens: add the special tokens that the tokenizer adds by default, once.
+        most: return the first tokens only, at most this number. Not much more text is tokenised.
+        special_tokens: add the special tokens that the tokenizer adds by default.
 
     Returns:
         The token ids: (tokens,) int64.
     """
-    size = WHOLE
     if most is not None:
-        size = min(WHOLE, PIECE + 4 * WIDEST * most)
-    parts: list[Tensor] = []
-    for piece in pieces(text, size):
-        options: dict[str, bool] = {}
-        if parts or not special_tokens:
-            options = {"add_special_tokens": False}
-        with tokenizing(getattr(tokenizer, "name_or_path", "")):
-            ids = tokenizer(piece, verbose=False, **options)["input_ids"]
-        parts.append(torch.tensor(ids).long())
-        if most is not None and sum(len(part) for part in parts) >= most:
-            break
-    return torch.cat(parts)[:most]
+        text = text[: PIECE + WIDEST * most]
+    with tokenizing(getattr(tokenizer, "name_or_path", "")):
+        ids = tokenizer(text, verbose=False, add_special_tokens=special_tokens)["input_ids"]
+    return torch.tensor(ids).long()[:most]
 
 
 def rendered(tokenizer: Any, messages: list[dict[str, str]], **options: Any) -> str:
