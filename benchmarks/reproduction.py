@@ -42,7 +42,7 @@ from hasslefree.files import read_json
 from hasslefree.models.load import resolve_device
 from hasslefree.pipeline.compress import compress
 from hasslefree.planning.machine import product_rate
-from hasslefree.planning.memory import setup_of
+from hasslefree.planning.setup import setup_of
 from hasslefree.planning.tables import plan_summary
 from hasslefree.progress import Listener
 from hasslefree.report.seconds import read_seconds, seconds_file, write_seconds

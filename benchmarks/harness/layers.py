@@ -129,7 +129,7 @@ def stored_bytes(
     shape: tuple[int, int], pattern: Pattern, rank: int, method: Method, factor_bits: int | None = None
 ) -> int:
     """The bytes of S and L as stored, in bfloat16 where they are not on a grid."""
-    return LayerPlan.of(shape, pattern, rank, torch.bfloat16, method.grid, factor_bits).bytes
+    return LayerPlan.of(shape, pattern, rank, torch.bfloat16, method.grid, factor_bits).size
 
 
 def run(problem: Problem, name: str, rounds: int | None, seed: int, clock: str) -> dict[str, Any]:

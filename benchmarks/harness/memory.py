@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from hasslefree import Recipe
-from hasslefree.planning.memory import estimate, setup_of
+from hasslefree.planning.memory import estimate, total
+from hasslefree.planning.setup import setup_of
 
 
 class Peak:
@@ -69,4 +70,4 @@ def command_peak(command: list[str], threads: int) -> dict[str, Any]:
 def planned_mb(model: Path, recipe: Recipe, processes: int) -> int:
     """The peak of RAM that `hasslefree plan` says of a compression on the CPU."""
     setup = setup_of(str(model), recipe, torch.device("cpu"), "device", processes)
-    return estimate(setup).ram_peak // 2**20
+    return total(estimate(setup).ram) // 2**20

@@ -94,8 +94,8 @@ def test_a_layer_with_nothing_to_lose_keeps_the_least(recipe, tmp_path):
     report = hasslefree.compress(model, tmp_path / "out", recipe, segments=segments())
     ranks = {layer.name: layer.spec.rank for layer in report.layers}
     plans = uniform(recipe)
-    assert ranks[name] == plans[name].spec.rank // 2
-    assert sum(ranks[other] > plan.spec.rank for other, plan in plans.items()) > 3
+    assert ranks[name] == plans[name].rank // 2
+    assert sum(ranks[other] > plan.rank for other, plan in plans.items()) > 3
     assert list(report.sensitivities) == [layer.name for layer in report.layers]
     assert [layer for layer, value in report.sensitivities.items() if value == 0] == [name]
     assert read_record(tmp_path / "out").sensitivities == report.sensitivities
@@ -112,7 +112,7 @@ def test_what_does_not_reach_the_output_of_the_block_counts_for_nothing(recipe, 
     for name in ("gate_proj", "up_proj"):
         layer, plan = found[f"model.layers.1.mlp.{name}"], uniform(recipe)[f"model.layers.1.mlp.{name}"]
         assert layer.relative_error > 0.01
-        assert (layer.spec.rank, layer.spec.nonzeros <= plan.spec.nonzeros) == (plan.spec.rank // 2, True)
+        assert (layer.spec.rank, layer.spec.nonzeros <= plan.nonzeros) == (plan.rank // 2, True)
 
 
 @pytest.mark.parametrize("pattern", [SemiStructured(2, 4), Unstructured(200)])
@@ -132,8 +132,8 @@ def test_what_a_step_would_undo(pattern):
         nonzeros = options.ladders["nonzeros"]
         torch.testing.assert_close(nonzeros.gains, (scores / scores[200:].sum())[100:400], rtol=1e-4, atol=1e-8)
         assert nonzeros.cost == 4
-        assert options.plan(steps).spec.nonzeros == 105
-    assert options.plan(steps).spec.rank == 4
+        assert options.plan(steps).nonzeros == 105
+    assert options.plan(steps).rank == 4
     # The uniform plan without its L loses all; its own rank undoes the two largest values.
     assert options.loss(plan) == pytest.approx(float(1 - (values / values.sum())[:2].sum()), rel=1e-4)
 
@@ -145,14 +145,14 @@ def test_a_step_costs_what_it_adds_to_the_bytes():
     for rank in (0, 1, 2, 5):
         plan = LayerPlan.of((24, 32), SemiStructured(2, 4), rank, torch.bfloat16, factor_bits=8)
         options = budget_options(weight.bfloat16(), sparse, Gram(h, 1), plan)
-        assert options.plan({"rank": 0}).spec.rank == {0: 0, 1: 1, 2: 1, 5: 2}[rank]
-        steps = [options.plan({"rank": step}).bytes for step in range(len(options.ladders["rank"].gains) + 1)]
+        assert options.plan({"rank": 0}).rank == {0: 0, 1: 1, 2: 1, 5: 2}[rank]
+        steps = [options.plan({"rank": step}).size for step in range(len(options.ladders["rank"].gains) + 1)]
         assert [later - one for one, later in pairwise(steps)] == [24 + 32 + 2] * (len(steps) - 1)
-        assert options.plan({"rank": 0}).spec.factor_bits == (8 if rank else None)
+        assert options.plan({"rank": 0}).factor_bits == (8 if rank else None)
 
 
 def test_factors_in_eight_bits_where_the_ratio_leaves_no_rank_are_refused():
-    assert {layer.spec.rank for layer in uniform(Recipe(ratio=0.5)).values()} == {0}
+    assert {layer.rank for layer in uniform(Recipe(ratio=0.5)).values()} == {0}
     with pytest.raises(BudgetError, match="with rank 0 there are none; give a rank"):
         uniform(Recipe(ratio=0.5, factor_bits=8))
 

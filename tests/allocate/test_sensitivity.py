@@ -40,7 +40,7 @@ def walk_of(model, tokens, folder, storage="device"):
 
 
 def pruned(layer, plan):
-    sparse = layer.changed(plan.pattern, None)
+    sparse = layer.changed(plan.kept, None)
     return (sparse, layer.output_weights()), layer.divergence(sparse)
 
 

@@ -56,7 +56,7 @@ def test_a_ratio_is_never_exceeded_and_never_wasted(out, width, percent, share):
         (Budget("row", sparsity=0.5, ratio=0.5), "not both"),
         (Budget("row", sparsity=0.5, rank_share=0.5), "with sparsity, give rank"),
         (Budget(SemiStructured(2, 4), ratio=0.5), "already holds its count"),
-        (Budget("2:4", rank=9), "rank 9 is larger than the weight .8×16.; the largest rank is 8"),
+        (Budget("2:4", rank=9), "rank 9 is larger than the weight .8×16.; use rank=8 or less"),
     ],
 )
 def test_errors(budget, message):

@@ -10,7 +10,7 @@ from hasslefree.errors import MemoryShortError
 from hasslefree.packed.layouts import layout_of
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers, use_backend
 from hasslefree.pipeline import compress as driver
-from hasslefree.planning.memory import LIBRARIES, estimate
+from hasslefree.planning.memory import LIBRARY_BYTES, estimate, total
 from tests.tiny_models import NO_TOKENIZER, build, logits, segments
 
 # What a compression does beyond the solvers, which `test_solvers` runs one by one.
@@ -34,15 +34,15 @@ def compressed(tmp_path, recipe, device):
 def test_a_compression_comes_out_as_on_the_cpu(name, gpu, tmp_path, monkeypatch):
     """And it takes no more of the GPU than was estimated."""
     setups = []
-    monkeypatch.setattr(driver, "check_memory", lambda setup: setups.append(setup) or setup)
+    monkeypatch.setattr(driver, "check_memory", lambda setup: setups.append(setup) or True)
     # The matrices of 4 MB whose product is timed are freed before the work; those of the model are smaller here.
-    monkeypatch.setattr("hasslefree.planning.memory.product_rate", lambda device: 1e12)
+    monkeypatch.setattr("hasslefree.planning.duration.product_rate", lambda device: 1e12)
     here, _ = compressed(tmp_path, RECIPES[name], "cpu")
     there, out = compressed(tmp_path, RECIPES[name], "cuda")
     assert there.device == "cuda"
     assert there.mean_relative_error == pytest.approx(here.mean_relative_error, rel=0.1)
     if gpu:
-        assert gpu.peak <= estimate(setups[-1]).device_peak - LIBRARIES
+        assert gpu.peak <= total(estimate(setups[-1]).device) - LIBRARY_BYTES
     tokens = segments()
     loaded = AutoModelForCausalLM.from_pretrained(out)
     plain = logits(loaded, tokens)

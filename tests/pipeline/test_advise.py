@@ -44,7 +44,7 @@ def within(size, **fields):
 
 
 def bits_and_rank(plan):
-    [found] = {(layer.spec.grid.bits, layer.spec.rank) for plans in plan for layer in plans.values()}
+    [found] = {(layer.grid.bits, layer.rank) for plans in plan for layer in plans.values()}
     return found
 
 
@@ -101,10 +101,10 @@ def test_uniform_plans_have_the_largest_rank_within_the_size(size):
     assert [bits_and_rank(plan)[0] for plan in found] == sorted((bits_and_rank(p)[0] for p in found), reverse=True)
     for plan in found:
         layers = [layer for plans in plan for layer in plans.values()]
-        parsed, weights = Size.parse(size), sum(layer.spec.dense_parameters for layer in layers)
+        parsed, weights = Size.parse(size), sum(layer.dense_parameters for layer in layers)
         room = parsed.amount * weights / 8 if parsed.in_bits else parsed.amount - rest + 2 * weights
-        more = sum(2 * 8 * sum(layer.spec.shape) for layer in layers)
-        used = sum(layer.bytes for layer in layers)
+        more = sum(2 * 8 * sum(layer.shape) for layer in layers)
+        used = sum(layer.size for layer in layers)
         assert used <= room
         assert used + more > room or bits_and_rank(plan)[1] == 16
 
@@ -141,11 +141,11 @@ def test_what_bits_and_ranks_lose():
             assert found == pytest.approx(sum(rates) / 6 * float(values.sum()) * share, rel=1e-3)
     ladder = options.ladders["plan"]
     steps = [options.plan({"plan": step}) for step in range(len(ladder.gains) + 1)]
-    assert [later.bytes - one.bytes for one, later in itertools.pairwise(steps)] == ladder.cost.tolist()
+    assert [later.size - one.size for one, later in itertools.pairwise(steps)] == ladder.cost.tolist()
     losses = [options.loss(step) for step in steps]
     assert [one - later for one, later in itertools.pairwise(losses)] == pytest.approx(ladder.gains.tolist())
-    assert all(each.bytes <= each.dense_bytes for each in steps)
-    assert (steps[0].spec.grid.bits, steps[0].spec.rank) == (2, 0)
+    assert all(each.size <= each.dense_size for each in steps)
+    assert (steps[0].grid.bits, steps[0].rank) == (2, 0)
 
 
 def test_a_layer_on_a_grid_gets_the_bits_of_that_grid():
@@ -157,11 +157,8 @@ def test_a_layer_on_a_grid_gets_the_bits_of_that_grid():
     plan = LayerPlan.of((24, 32), DENSE, 0, torch.bfloat16, grid)
     options, sensitivity = grid_options(layer, plan, Recipe(size="6bits", **QUICK).resolve(with_text=False).grids)
     assert sensitivity > 0
-    every = [
-        dataclasses.replace(plan, spec=dataclasses.replace(plan.spec, grid=Grid(bits, 16, offset=True)))
-        for bits in (2, 4)
-    ]
-    losses = {each.spec.grid.bits: options.loss(each) for each in every}
+    every = [dataclasses.replace(plan, grid=Grid(bits, 16, offset=True)) for bits in (2, 4)]
+    losses = {each.grid.bits: options.loss(each) for each in every}
     assert losses[4] < 1e-6 < losses[2] / 100
 
 
@@ -183,7 +180,7 @@ def test_plan_says_what_compress_does(text, tmp_path):
     out = tmp_path / "out"
     model = build("llama", torch.bfloat16)
     report = hasslefree.compress(model, out, recipe, tokenizer=Words())
-    planned = [(layer.spec.grid, layer.spec.rank) for plans in dealt.plan for layer in plans.values()]
+    planned = [(layer.grid, layer.rank) for plans in dealt.plan for layer in plans.values()]
     assert sorted(map(str, planned)) == sorted(str((layer.spec.grid, layer.spec.rank)) for layer in report.layers)
     assert stored(out) == dealt.bytes <= 24_000
     assert sum(report.sensitivities.values()) > 0

@@ -36,6 +36,15 @@ def test_processes_of_one_machine_share_what_is_available(memory, monkeypatch):
     assert machine.free_memory(CPU) == 11 * GB
 
 
+def test_processes_of_one_gpu_share_it(memory, monkeypatch):
+    """Four processes on two GPUs, of which each has 8 GB free and 2 GB in torch's cache."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * GB, 80 * GB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * GB)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    gpu = torch.device("cuda")
+    assert [machine.free_memory(gpu, processes) for processes in (1, 2, 4)] == [10 * GB, 10 * GB, 6 * GB]
+
+
 @pytest.mark.parametrize(("folder", "numbers", "cache"), VERSIONS.values(), ids=VERSIONS)
 def test_what_a_container_has_used_is_not_free(memory, folder, numbers, cache):
     """Of 8 GB, 6 are used, and half a GB of these are pages of files: 2.5 GB are left, beside this process's own."""
@@ -52,3 +61,7 @@ def test_a_container_without_a_limit(memory):
     (memory / "memory.current").write_text("5\n")
     assert machine.free_memory(CPU) == 41 * GB
     assert machine.total_memory(CPU) == 64 * GB
+
+
+def test_free_memory_is_what_the_machine_has():
+    assert 10**8 < machine.free_memory(CPU) < 10**14

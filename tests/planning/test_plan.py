@@ -54,17 +54,17 @@ def test_a_thin_matrix_does_not_decide_for_the_others(fields):
     dense, plan = layers_of(with_thin_layers(), **fields)
     _, without = layers_of(build("llama"), **fields)
     assert {name.rpartition(".")[2] for name in dense} == {"mix"}
-    assert {name.replace("mlp.mlp", "mlp"): layer.spec.kind for name, layer in plan.items()} == {
-        name: layer.spec.kind for name, layer in without.items()
+    assert {name.replace("mlp.mlp", "mlp"): layer.kind for name, layer in plan.items()} == {
+        name: layer.kind for name, layer in without.items()
     }
     if "size" not in fields and fields:  # a size is shared with the bytes of the dense one
-        assert [layer.spec.rank for layer in plan.values()] == [layer.spec.rank for layer in without.values()]
+        assert [layer.rank for layer in plan.values()] == [layer.rank for layer in without.values()]
 
 
 def test_a_rank_that_a_thin_layer_cannot_have_leaves_it_dense(tmp_path, caplog):
     dense, plan = layers_of(with_thin_layers(), rank=5)
     assert set(dense.values()) == {"narrower than rank 5"}
-    assert {layer.spec.rank for layer in plan.values()} == {5}
+    assert {layer.rank for layer in plan.values()} == {5}
     with caplog.at_level("INFO", "hasslefree"):
         recipe = Recipe(rank=5, method="eora")
         record = hasslefree.compress(with_thin_layers(), tmp_path / "out", recipe, segments=segments())
@@ -77,7 +77,7 @@ def test_a_rank_that_fits_too_few_layers_is_an_error_with_the_narrowest():
     limits = [min(site.shape) for block in blocks.modules for site in find_sites(block).values()]
     dense, plan = layers_of(build("llama"), rank=min(limits))
     assert not dense
-    assert {layer.spec.rank for layer in plan.values()} == {min(limits)}
+    assert {layer.rank for layer in plan.values()} == {min(limits)}
     with pytest.raises(BudgetError, match=rf"use rank={min(limits)} or less .*k_proj"):
         layers_of(build("llama"), rank=min(limits) + 1)
 
@@ -86,7 +86,7 @@ def test_within_a_size_a_narrow_layer_does_not_cap_the_rank_of_others():
     """2×2 entries allow rank 2."""
     dense, plan = layers_of(with_thin_layers((2, 4)), size="24bits", method="joint", pattern="2:4")
     assert not dense
-    ranks = {name: layer.spec.rank for name, layer in plan.items()}
+    ranks = {name: layer.rank for name, layer in plan.items()}
     narrow = [rank for name, rank in ranks.items() if name.endswith("mix")]
     others = [rank for name, rank in ranks.items() if not name.endswith("mix")]
     assert set(narrow) == {2}
@@ -108,7 +108,7 @@ def test_odd_inputs_get_a_group_that_divides_them(size, tmp_path):
     fields = {"size": size} if size else {"bits": 4, "rank": 0}
     dense, plan = layers_of(model, **fields)
     assert not dense
-    assert {layer.spec.shape[1]: layer.spec.grid.group for layer in plan.values()} == {90: 45, 96: 48}
+    assert {layer.shape[1]: layer.grid.group for layer in plan.values()} == {90: 45, 96: 48}
     record = hasslefree.compress(model, tmp_path / "out", Recipe(effort="fast", **fields), segments=segments())
     assert all(math.isfinite(layer.relative_error) for layer in record.layers)
     with pytest.raises(GridError, match="group_size 64 does not divide the"):

@@ -11,7 +11,7 @@ from hasslefree.allocate.sensitivity import ProbedLayer, sensitivities
 from hasslefree.core.grids import Grid
 from hasslefree.distributed import World
 from hasslefree.models.walk import Walk
-from hasslefree.planning.plan import LayerPlan, Plan
+from hasslefree.planning.plan import LayerPlan, Plan, bytes_of
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class Inspection:
 
     def __call__(self, layer: ProbedLayer, plan: LayerPlan) -> tuple[Options, float]:
         """The options of a layer, and its sensitivity. plan: its uniform one."""
-        if plan.spec.grid is not None:
+        if plan.grid is not None:
             return grid_options(layer, plan, self.grids, self.rank, self.factor_bits)
-        sparse = layer.changed(plan.pattern, None)
+        sparse = layer.changed(plan.kept, None)
         weights = layer.output_weights()
         if weights is not None:
             self.output_weights[layer.full] = weights.cpu()
@@ -133,7 +133,7 @@ def allocated(choices: Choices, room: int) -> Plan:
             for axis, ladder in choice.options.ladders.items():
                 ladders[index, name, axis] = ladder.scaled(choice.sensitivity)
     bottom = plan_after(choices, dict.fromkeys(ladders, 0))
-    least = sum(layer.bytes for layers in bottom for layer in layers.values())
+    least = bytes_of(bottom)
     return plan_after(choices, greedy_allocate(ladders, room - least))
 
 

@@ -65,19 +65,19 @@ class BudgetOptions:
 
     def plan(self, steps: Mapping[str, int]) -> LayerPlan:
         """The plan after a number of steps on each ladder."""
-        spec = self.uniform.spec
-        pattern = self.uniform.pattern
+        uniform = self.uniform
+        kept = uniform.kept
         if "nonzeros" in self.ladders:
-            pattern = Unstructured(self.first_nonzeros + steps["nonzeros"] * self.nonzeros_per_step)
+            kept = Unstructured(self.first_nonzeros + steps["nonzeros"] * self.nonzeros_per_step)
         rank = self.first_rank + steps["rank"]
-        dtype = self.uniform.dtype
-        return LayerPlan.of(spec.shape, pattern, rank, dtype, spec.grid, spec.factor_bits)
+        bits = uniform.factor_bits
+        return LayerPlan.of(uniform.shape, kept, rank, uniform.dtype, uniform.grid, bits)
 
     def loss(self, plan: LayerPlan) -> float:
         """The share of its sensitivity that the layer loses with a plan."""
         steps = {
-            "rank": plan.spec.rank - self.first_rank,
-            "nonzeros": (plan.spec.nonzeros - self.first_nonzeros) // self.nonzeros_per_step,
+            "rank": plan.rank - self.first_rank,
+            "nonzeros": (plan.nonzeros - self.first_nonzeros) // self.nonzeros_per_step,
         }
         undone = 0.0
         for name, ladder in self.ladders.items():
@@ -108,10 +108,10 @@ def budget_options(
     shares = spectrum * reciprocal(total)
     ladders = {"rank": Ladder(shares[first_rank:], bytes_per_rank)}
     lost = 1 - spectrum[:first_rank].sum().item() * reciprocal(total)
-    first_nonzeros = plan.spec.nonzeros
+    first_nonzeros = plan.nonzeros
     nonzeros_per_step = 1
-    if isinstance(plan.pattern, Unstructured):
-        count = plan.pattern.count
+    if isinstance(plan.kept, Unstructured):
+        count = plan.kept.count
         first_nonzeros = int(LEAST * count)
         last = min(int(MOST * count), dense.numel())
         nonzeros_per_step = max((last - first_nonzeros) // NONZERO_STEPS, 1)
@@ -128,19 +128,18 @@ def budget_options(
 
 def _rank_bounds(plan: LayerPlan) -> tuple[int, int, int]:
     """The least and the largest rank that a layer may get, and the bytes of one rank."""
-    spec = plan.spec
 
     def bytes_at(rank: int) -> int:
-        return dataclasses.replace(spec, rank=rank).bytes(plan.dtype)
+        return dataclasses.replace(plan, rank=rank).size
 
     bytes_per_rank = bytes_at(2) - bytes_at(1)
     # There is nothing to win beyond the bytes of the dense layer.
-    spare_ranks = max(plan.dense_bytes - plan.bytes, 0) // bytes_per_rank
-    first = int(LEAST * spec.rank)
-    last = min(int(MOST * spec.rank), spec.rank + spare_ranks, *spec.shape)
-    if spec.factor_bits:
+    spare_ranks = max(plan.dense_size - plan.size, 0) // bytes_per_rank
+    first = int(LEAST * plan.rank)
+    last = min(int(MOST * plan.rank), plan.rank + spare_ranks, *plan.shape)
+    if plan.factor_bits:
         # The scales of u come with the first rank, and are no part of what a rank costs.
-        first = max(first, min(spec.rank, 1))
+        first = max(first, min(plan.rank, 1))
     return first, last, bytes_per_rank
 
 
@@ -160,7 +159,7 @@ class GridOptions:
     def ladders(self) -> Mapping[str, Ladder]:
         """One ladder: each step leads to the next plan."""
         lost = torch.tensor([self.loss(plan) for plan in self.plans], dtype=torch.float64)
-        sizes = torch.tensor([plan.bytes for plan in self.plans])
+        sizes = torch.tensor([plan.size for plan in self.plans])
         return {"plan": Ladder(-lost.diff(), sizes.diff())}
 
     def plan(self, steps: Mapping[str, int]) -> LayerPlan:
@@ -169,8 +168,8 @@ class GridOptions:
 
     def loss(self, plan: LayerPlan) -> float:
         """The share of its sensitivity that the layer loses with a plan."""
-        assert plan.spec.grid is not None
-        return float(self.losses[plan.spec.grid][plan.spec.rank])
+        assert plan.grid is not None
+        return float(self.losses[plan.grid][plan.rank])
 
 
 def grid_options(
@@ -195,7 +194,7 @@ def grid_options(
     Returns:
         The options, and the layer's sensitivity to the fewest bits without L.
     """
-    uniform_grid = plan.spec.grid
+    uniform_grid = plan.grid
     assert uniform_grid is not None
     # The group of this layer may be smaller than that of others.
     grids = [dataclasses.replace(grid, group=uniform_grid.group) for grid in grids]
@@ -203,7 +202,7 @@ def grid_options(
     errors: dict[Grid, float] = {}
     rates: list[float] = []
     for grid in grids:
-        rounded = layer.changed(plan.pattern, grid)
+        rounded = layer.changed(plan.kept, grid)
         residual = layer.weight.to(rounded.dtype) - rounded
         if grid == uniform_grid:
             spectrum, _ = rank_gains(residual, layer.gram, ranks[-1])
@@ -218,16 +217,16 @@ def grid_options(
         for rank in ranks:
             if rank < len(undone):
                 candidate = _on_grid(plan, grid, rank, factor_bits)
-                if candidate.bytes <= candidate.dense_bytes:
+                if candidate.size <= candidate.dense_size:
                     plans.append(candidate)
-    points = [(p.bytes, float(losses[_grid_of(p)][p.spec.rank])) for p in plans]
+    points = [(p.size, float(losses[_grid_of(p)][p.rank])) for p in plans]
     best = [plans[index] for index in hull(points)]
     return GridOptions(best, losses), most * sum(rates) / len(rates)
 
 
 def _grid_of(plan: LayerPlan) -> Grid:
-    assert plan.spec.grid is not None
-    return plan.spec.grid
+    assert plan.grid is not None
+    return plan.grid
 
 
 def _on_grid(
@@ -237,15 +236,15 @@ def _on_grid(
     factor_bits: int | None,
 ) -> LayerPlan:
     """The plan with another grid and rank."""
-    return LayerPlan.of(plan.spec.shape, plan.pattern, rank, plan.dtype, grid, factor_bits)
+    return LayerPlan.of(plan.shape, plan.kept, rank, plan.dtype, grid, factor_bits)
 
 
 def _ranks(plan: LayerPlan, rank: int | None) -> list[int]:
     """The ranks that a layer on a grid may get: the given one, or multiples of the step."""
     if rank is not None:
-        return [min(rank, *plan.spec.shape)]
-    most = min(max(RANKS, int(MOST * plan.spec.rank)), *plan.spec.shape)
-    return sorted({plan.spec.rank, *range(0, most + 1, RANK_STEP)})
+        return [min(rank, *plan.shape)]
+    most = min(max(RANKS, int(MOST * plan.rank)), *plan.shape)
+    return sorted({plan.rank, *range(0, most + 1, RANK_STEP)})
 
 
 def reciprocal(total: float) -> float:

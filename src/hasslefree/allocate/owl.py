@@ -8,7 +8,6 @@ from torch import Tensor
 
 from hasslefree.allocate.allocation import Allocation
 from hasslefree.core.budgets import Budget
-from hasslefree.core.protocols import Method
 from hasslefree.distributed import World
 from hasslefree.errors import BudgetError
 from hasslefree.models.activations import Activations
@@ -16,8 +15,9 @@ from hasslefree.models.calibrate import gather, groups_by_input, tensors_read
 from hasslefree.models.experts import every_expert_called
 from hasslefree.models.rules import Matrix
 from hasslefree.models.walk import Visit, Walk
-from hasslefree.planning.plan import LayerPlan, Plan, plan_block
+from hasslefree.planning.plan import LayerPlan, Plan, plan_layer
 from hasslefree.progress import ALLOCATION
+from hasslefree.recipe.resolve import Resolved
 
 # M of the paper, which tries 3, 5, 7 and 10: entries above this multiple of the mean are outliers.
 MULTIPLE = 5.0
@@ -28,16 +28,14 @@ SPREAD = 0.08
 def by_outliers(
     walk: Walk,
     plan: Plan,
-    budget: Budget,
-    method: Method,
-    factor_bits: int | None,
+    resolved: Resolved,
     segments: Tensor,
     world: World,
 ) -> Allocation:
     """Give each block a ratio, or a sparsity, of its own around that of the budget.
 
     Args:
-        plan: the uniform one for this budget, method and factors.
+        plan: the uniform one of the recipe.
         segments: those of this process, (samples, tokens).
     """
     hidden = walk.entering(segments)
@@ -46,14 +44,15 @@ def by_outliers(
     for visit in walk.phases.counted(ALLOCATION, walk.visits(hidden), len(plan), "blocks"):
         plans = plan[visit.index]
         shares.append(block_outliers(visit, plans, hidden, world))
-        sizes.append(sum(layer.spec.dense_parameters for layer in plans.values()))
-    changes = owl_changes(budget, shares, sizes)
+        sizes.append(sum(layer.dense_parameters for layer in plans.values()))
+    changes = owl_changes(resolved.budget, shares, sizes)
     allocated: Plan = []
     for index, change in enumerate(changes):
-        matrices = {
-            name: Matrix(name, layer.spec.shape, layer.dtype) for name, layer in plan[index].items()
-        }
-        allocated.append(plan_block(walk.blocks, index, matrices, change, method, factor_bits))
+        changed = dataclasses.replace(resolved, budget=change)
+        allocated.append({})
+        for name, layer in plan[index].items():
+            matrix = Matrix(name, layer.shape, layer.dtype)
+            allocated[index][name] = plan_layer(walk.blocks, index, matrix, changed)
     return Allocation(allocated)
 
 

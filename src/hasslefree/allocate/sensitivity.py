@@ -286,10 +286,10 @@ def block_sensitivities(
         sums = MomentSums(states.states.shape[1])
         sums.take(rows)
         gram = checked(sums.gram(world), f"{visit.prefix}.{group[0]}")
-        owners = world.assign([plans[name].spec.dense_parameters for name in group])
+        owners = world.assign([plans[name].dense_parameters for name in group])
         prepared = None
         if world.rank in owners:
-            prepared = probe_method(plans[group[0]].spec.grid).prepare(gram)
+            prepared = probe_method(plans[group[0]].grid).prepare(gram)
         for name, owner in zip(group, owners, strict=True):
             full = f"{visit.prefix}.{name}"
             weight = sites[name].weight()

@@ -210,7 +210,7 @@ def plan(
     layer are shown.
     """
     from hasslefree.models.load import resolve_device
-    from hasslefree.planning.memory import setup_of, without_prefetch_if_tight
+    from hasslefree.planning.setup import setup_of
     from hasslefree.planning.tables import advice_table, plan_summary, plan_table
 
     setup = setup_of(
@@ -231,7 +231,6 @@ def plan(
         setup = dataclasses.replace(setup, plan=advice[0].plan)
         content["advice"] = [choice.to_dict() for choice in advice]
         tables.append(advice_table(advice))
-    setup = without_prefetch_if_tight(setup)
     common.show(plan_summary(setup) | content, output, as_json, plan_table(setup, *tables))
 
 

@@ -10,7 +10,14 @@ from fractions import Fraction
 
 from hasslefree.core.patterns import Pattern, Row, SemiStructured, Structured, Unstructured
 from hasslefree.core.protocols import About
-from hasslefree.errors import BudgetError, HasslefreeError, PatternError, Problem, UnknownNameError
+from hasslefree.errors import (
+    BudgetError,
+    HasslefreeError,
+    PatternError,
+    Problem,
+    UnknownNameError,
+    option,
+)
 from hasslefree.validation import Checked, Count, Share
 
 COUNTED: dict[str, type[Unstructured] | type[Row] | type[Structured]] = {
@@ -141,8 +148,8 @@ class Budget(Checked):
         pattern.check((out, width))
         if rank > min(out, width):
             raise BudgetError(
-                f"rank {rank} is larger than the weight ({out}×{width}); the largest rank is"
-                f" {min(out, width)}"
+                f"rank {rank} is larger than the weight ({out}×{width}); use"
+                f" {option('rank', min(out, width))} or less"
             )
         return pattern, rank
 

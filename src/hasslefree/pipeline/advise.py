@@ -26,8 +26,9 @@ from hasslefree.models.weights import Weights
 from hasslefree.pipeline.inputs import CalibrationText, check_segments, draw, open_model
 from hasslefree.pipeline.preflight import preflight
 from hasslefree.planning.advice import Advice
+from hasslefree.planning.duration import seconds_by_phase
 from hasslefree.planning.machine import memory_reused
-from hasslefree.planning.memory import Setup, check_memory, seconds_by_phase
+from hasslefree.planning.memory import check_memory
 from hasslefree.planning.plan import (
     bytes_of,
     layer_room,
@@ -35,6 +36,7 @@ from hasslefree.planning.plan import (
     uniform_plans,
     weights_on_disk,
 )
+from hasslefree.planning.setup import Setup
 from hasslefree.progress import INPUTS, LOADING, SOLVING, Listener, Phases
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.validation import typed
@@ -86,9 +88,9 @@ def advise(
         segments = draw(loaded, tokenizer, CalibrationText.of(recipe), phases, target).to(target)
         check_segments(loaded, segments, ALONE)
         untrained = dataclasses.replace(resolved, match_predictions=0)
-        shape = (segments.shape[0], segments.shape[1])
-        setup = Setup(loaded, blocks, uniform[0], untrained, shape, target, activations)
-        weights = Weights(loaded, target, prefetch=check_memory(setup).prefetch)
+        samples, seqlen = segments.shape
+        setup = Setup(loaded, blocks, uniform[0], untrained, samples, seqlen, target, activations)
+        weights = Weights(loaded, target, prefetch=check_memory(setup))
         options = {"storage": activations, "folder": Path(scratch), "phases": phases}
         phases.expected = seconds_by_phase(setup, without=(INPUTS, SOLVING))
         walk, _ = preflight(loaded, blocks, weights, uniform[0], segments[:1], options)

@@ -246,7 +246,7 @@ def runs_at_once(task: Task, hidden: Activations) -> bool:
 
     The block must take several segments at a time, and they must fit in memory.
     """
-    shapes = {name: plan.spec.shape for name, plan in task.plans.items()}
+    shapes = {name: plan.shape for name, plan in task.plans.items()}
     tokens = len(hidden) * hidden.states.shape[1]
     values = activation_values(task.visit.block, shapes, tokens)
     fits = task.visit.call.batched and in_one_pass(values, hidden.device)
@@ -264,7 +264,7 @@ def passes(task: Task, groups: list[list[str]], device: torch.device) -> list[li
     taken: dict[tuple[object, ...], int] = {}
     for group in groups:
         kind = kind_of(task, group[0])
-        size = sums_bytes(task.plans[group[0]].spec.shape[1])
+        size = sums_bytes(task.plans[group[0]].shape[1])
         if kind not in passes_of_kind or taken[kind] + size > room:
             passes_of_kind.setdefault(kind, []).append([])
             taken[kind] = 0

@@ -34,8 +34,9 @@ from hasslefree.pipeline.job import Job, PlannedModel
 from hasslefree.pipeline.metadata import configuration, described, recorded, write_rest
 from hasslefree.pipeline.preflight import preflight
 from hasslefree.pipeline.training import matching_text, train_and_check
+from hasslefree.planning.duration import seconds_by_phase
 from hasslefree.planning.machine import memory_reused
-from hasslefree.planning.memory import Setup, check_memory, seconds_by_phase
+from hasslefree.planning.memory import check_memory
 from hasslefree.planning.plan import (
     Plan,
     bytes_of,
@@ -45,6 +46,7 @@ from hasslefree.planning.plan import (
     plan_of,
     select,
 )
+from hasslefree.planning.setup import Setup
 from hasslefree.progress import (
     CHECK,
     LOADING,
@@ -257,14 +259,15 @@ def run(job: Job) -> Record:
 
 def setup_of_job(job: Job) -> Setup:
     """Describe a job for estimates of its memory and time."""
-    shape = (job.segments.shape[0], job.segments.shape[1])
+    samples, seqlen = job.segments.shape
     planned = job.planned
     return Setup(
         job.model,
         planned.blocks,
         planned.plan,
         job.resolved,
-        shape,
+        samples,
+        seqlen,
         job.device,
         job.storage,
         job.world.size,
@@ -277,7 +280,7 @@ def open_walk(job: Job, setup: Setup) -> tuple[Walk, dict[str, str]]:
     Returns:
         How to walk through the model, and a checksum of each part by its name.
     """
-    weights = Weights(job.model, job.device, prefetch=check_memory(setup).prefetch)
+    weights = Weights(job.model, job.device, prefetch=check_memory(setup))
     options = {"storage": job.storage, "folder": job.work.scratch, "phases": job.phases}
     segment = job.segments[:1].to(job.device)
     walk, digests = preflight(
@@ -289,7 +292,7 @@ def open_walk(job: Job, setup: Setup) -> tuple[Walk, dict[str, str]]:
             " unaffected",
             walk.width,
         )
-        weights.prefetch = check_memory(dataclasses.replace(setup, width=walk.width)).prefetch
+        weights.prefetch = check_memory(dataclasses.replace(setup, width=walk.width))
     job.work.background_writes = weights.prefetch
     return walk, digests
 
@@ -330,9 +333,8 @@ def allocate(job: Job, walk: Walk) -> Allocation:
     if resolved.allocate == "uniform":
         return Allocation(plan)
     segments = job.local_segments
-    bits = resolved.factor_bits
     if resolved.allocate == "owl":
-        return by_outliers(walk, plan, resolved.budget, resolved.solver, bits, segments, job.world)
+        return by_outliers(walk, plan, resolved, segments, job.world)
     allocation = by_sensitivity(
         walk,
         plan,
@@ -341,7 +343,7 @@ def allocate(job: Job, walk: Walk) -> Allocation:
         job.world,
         grids=resolved.grids,
         rank=resolved.rank_on_grids,
-        factor_bits=bits,
+        factor_bits=resolved.factor_bits,
         seed=resolved.seed,
     )
     return dataclasses.replace(allocation, choices=())  # other processes need none

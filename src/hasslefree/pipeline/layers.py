@@ -21,7 +21,7 @@ from hasslefree.models.walk import Visit
 from hasslefree.models.weights import trim
 from hasslefree.packed.linear import SparseLowRankLinear
 from hasslefree.pipeline.job import Job
-from hasslefree.planning.plan import LayerPlan, relative_cost
+from hasslefree.planning.plan import LayerPlan
 from hasslefree.progress import Phase
 from hasslefree.solve.decompose import solve_layer
 from hasslefree.solve.methods import with_grid
@@ -115,12 +115,12 @@ def compress_layer(task: Task, name: str, plan: LayerPlan, gram: Gram, prepared:
     full_name = f"{task.visit.prefix}.{name}"
     site = find_site(task.visit.block, name)
     weight = site.weight().to(plan.dtype)  # while the block computes, its dtype may be another
-    solver = with_grid(task.job.resolved.solver, plan.spec.grid)
+    solver = with_grid(task.job.resolved.solver, plan.grid)
     weights = task.output_weights.get(full_name)
     if weights is not None:
         solver = Weighted(solver, weights)
     result = solve_with_room(weight, gram, solver, prepared, plan, task.job.resolved.seed)
-    layer = SparseLowRankLinear.from_decomposition(result, site.bias, plan.spec.pattern)
+    layer = SparseLowRankLinear.from_decomposition(result, site.bias, plan.pattern)
     seconds = time.perf_counter() - start
     record = LayerRecord.of(full_name, layer.spec, result, seconds, layer.stored_bytes)
     if not gram.tokens:
@@ -153,14 +153,13 @@ def solve_with_room(
     weight: Tensor, gram: Gram, method: Method, prepared: Any, plan: LayerPlan, seed: int
 ) -> Decomposition:
     """`solve_layer` with `with_room`."""
-    spec = plan.spec
 
     def solve() -> Decomposition:
         return solve_layer(
-            weight, gram, method, prepared, plan.pattern, spec.rank, seed, spec.factor_bits
+            weight, gram, method, prepared, plan.kept, plan.rank, seed, plan.factor_bits
         )
 
-    return with_room(solve, f"solve a layer of {spec.shape[0]}×{spec.shape[1]}", weight.device)
+    return with_room(solve, f"solve a layer of {plan.shape[0]}×{plan.shape[1]}", weight.device)
 
 
 def install_layer(task: Task, name: str, owner: int, done: Done | None) -> Done:
@@ -188,5 +187,5 @@ def install_layer(task: Task, name: str, owner: int, done: Done | None) -> Done:
 
 def assign_layers(plans: Plans, processes: int) -> dict[str, int]:
     """The rank that solves each layer."""
-    owners = World(0, processes).assign([relative_cost(plan) for plan in plans.values()])
+    owners = World(0, processes).assign([plan.cost for plan in plans.values()])
     return dict(zip(plans, owners, strict=True))

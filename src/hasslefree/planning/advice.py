@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from hasslefree.planning.plan import Plan, bytes_of
+from hasslefree.planning.plan import Plan, bytes_of, layers_of
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,9 @@ class Advice:
             dense: the bytes of what stays dense.
             divergence: see the class.
         """
-        bits: list[int] = []
-        ranks: list[int] = []
-        for plans in plan:
-            for layer in plans.values():
-                ranks.append(layer.spec.rank)
-                if layer.spec.grid is not None:
-                    bits.append(layer.spec.grid.bits)
+        layers = layers_of(plan)
+        ranks = [layer.rank for layer in layers]
+        bits = [layer.grid.bits for layer in layers if layer.grid]
         bit_range = (min(bits), max(bits)) if bits else None
         rank_range = (min(ranks), max(ranks))
         return cls(plan, bit_range, rank_range, dense + bytes_of(plan), divergence)

@@ -35,14 +35,15 @@ def product_rate(device: torch.device, side: int = 1024) -> float:
 def free_memory(device: torch.device, processes: int = 1) -> int:
     """The bytes that this process may use, including those that it uses already.
 
-    The processes of one machine share its RAM: each gets an equal part of what is left.
+    The processes of a machine share its RAM and its GPUs: each gets an equal part of what is left.
 
     Args:
         processes: those of the run, if torchrun does not say how many are on this machine.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device)
+        sharing = math.ceil(local_processes(processes) / torch.cuda.device_count())
+        return torch.cuda.memory_reserved(device) + free // sharing
     used = psutil.Process().memory_info().rss
     available = psutil.virtual_memory().available
     container = container_memory()

@@ -5,23 +5,16 @@ within a size.
 import dataclasses
 import math
 import zlib
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from hasslefree.core.budgets import Budget
 from hasslefree.core.factors import check_factor_bits
 from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import Method
-from hasslefree.errors import (
-    BudgetError,
-    GridError,
-    HasslefreeError,
-    PatternError,
-    option,
-)
+from hasslefree.errors import BudgetError, GridError, HasslefreeError, PatternError, option
 from hasslefree.models.blocks import Blocks, head_unit
 from hasslefree.models.rules import Matrix, Selection, select_sites
 from hasslefree.packed.spec import LayerSpec
@@ -40,54 +33,60 @@ ROOM = 50_000_000
 
 
 @dataclass(frozen=True)
-class LayerPlan:
-    """The plan of one layer. pattern: with its exact count. dtype: of the model."""
+class LayerPlan(LayerSpec):
+    """What becomes of one layer.
 
-    spec: LayerSpec
-    pattern: Pattern
-    dtype: torch.dtype
+    Args:
+        kept: the pattern with its exact count.
+        dtype: of the model.
+    """
 
-    @property
-    def bytes(self) -> int:
-        """The largest size of its weight in the file: zeros among the kept entries are not
-        stored.
-        """
-        return self.spec.bytes(self.dtype)
-
-    @property
-    def dense_bytes(self) -> int:
-        """The size of its weight before."""
-        return self.spec.dense_bytes(self.dtype)
+    kept: Pattern = dataclasses.field(kw_only=True)
+    dtype: torch.dtype = dataclasses.field(kw_only=True)
 
     @classmethod
     def of(
         cls,
         shape: tuple[int, int],
-        pattern: Pattern,
+        kept: Pattern,
         rank: int,
         dtype: torch.dtype,
         grid: Grid | None = None,
         factor_bits: int | None = None,
     ) -> "LayerPlan":
         """The plan of a weight (out, in). factor_bits: without effect at rank 0."""
-        return cls(
-            LayerSpec(str(pattern), shape, rank, pattern.kept(shape), grid, factor_bits),
-            pattern,
-            dtype,
-        )
+        nonzeros = kept.kept(shape)
+        return cls(str(kept), shape, rank, nonzeros, grid, factor_bits, kept=kept, dtype=dtype)
 
+    @property
+    def size(self) -> int:
+        """The largest bytes of its weight in the file: zeros among the kept entries are not
+        stored.
+        """
+        return self.bytes(self.dtype)
 
-def relative_cost(layer: LayerPlan) -> float:
-    """A number to which the time of a layer is proportional: out · in².
+    @property
+    def dense_size(self) -> int:
+        """The bytes of its weight before."""
+        return self.dense_bytes(self.dtype)
 
-    Every method spends most of its time on products out × in × in.
-    """
-    out, width = layer.spec.shape
-    return out * width**2
+    @property
+    def cost(self) -> float:
+        """A number to which the time of the layer is proportional: out · in².
+
+        Every method spends most of its time on products out × in × in.
+        """
+        out, width = self.shape
+        return out * width**2
 
 
 # For every block: the name of a layer in it → its plan.
 Plan = list[dict[str, LayerPlan]]
+
+
+def layers_of(plan: Iterable[Mapping[str, LayerPlan]]) -> list[LayerPlan]:
+    """The plans of all layers, in order."""
+    return [layer for plans in plan for layer in plans.values()]
 
 
 def select(blocks: Blocks, resolved: Resolved) -> Selection:
@@ -101,6 +100,8 @@ def select(blocks: Blocks, resolved: Resolved) -> Selection:
         ModelError: as for `select_sites`.
     """
     selection = select_sites(blocks, resolved.leave_dense)
+    if resolved.size:
+        resolved = with_rank(resolved, 0)
     sites: list[dict[str, Matrix]] = []
     dense = dict(selection.dense)
     misfits: list[tuple[Matrix, HasslefreeError]] = []
@@ -109,41 +110,17 @@ def select(blocks: Blocks, resolved: Resolved) -> Selection:
         sites.append({})
         for name, matrix in matrices.items():
             weights += math.prod(matrix.shape)
-            error = misfit(matrix, resolved)
-            if error is None:
+            try:
+                plan_layer(blocks, index, matrix, resolved)
                 sites[index][name] = matrix
-                continue
-            full_name = f"{blocks.prefix(index)}.{name}"
-            misfits.append((matrix, error.within(full_name)))
-            dense[full_name] = short_reason(error, matrix, resolved)
+            except (BudgetError, PatternError, GridError) as error:
+                misfits.append((matrix, error))
+                full_name = f"{blocks.prefix(index)}.{name}"
+                dense[full_name] = short_reason(error, matrix, resolved)
     if sum(math.prod(matrix.shape) for matrix, _ in misfits) > THIN_SHARE * weights:
-        _, error = min(misfits, key=lambda found: min(found[0].shape))
-        raise error
+        _, narrowest = min(misfits, key=lambda found: min(found[0].shape))
+        raise narrowest
     return Selection(blocks, tuple(sites), dense)
-
-
-def misfit(matrix: Matrix, resolved: Resolved) -> HasslefreeError | None:
-    """The error that the recipe's rank, pattern or grid is for a matrix, or None."""
-    narrow = min(matrix.shape)
-    budget = resolved.budget
-    if resolved.size:
-        budget = dataclasses.replace(budget, rank=0)
-    rank = budget.rank or 0
-    if rank > narrow:
-        out, width = matrix.shape
-        return BudgetError(
-            f"rank {rank} is larger than the narrowest weight ({out}×{width}); use"
-            f" {option('rank', narrow)} or less"
-        )
-    try:
-        pattern, _ = budget.resolve(*matrix.shape)
-        grid = resolved.solver.grid
-        if grid is not None:
-            grid = fitted_grid(grid, matrix.shape, has_free_group(resolved)) or grid
-            grid.check(matrix.shape, pattern)
-    except (PatternError, GridError) as error:
-        return error
-    return None
 
 
 def short_reason(error: HasslefreeError, matrix: Matrix, resolved: Resolved) -> str:
@@ -154,40 +131,55 @@ def short_reason(error: HasslefreeError, matrix: Matrix, resolved: Resolved) -> 
     return f"the {thing} does not fit its {matrix.shape[1]} inputs"
 
 
-def has_free_group(resolved: Resolved) -> bool:
-    """Say whether neither the user nor an engine has set the group size."""
-    return resolved.group_size is None and resolved.engine is None
+def plan_layer(blocks: Blocks, index: int, matrix: Matrix, resolved: Resolved) -> LayerPlan:
+    """The plan of a matrix of one block.
 
-
-def fitted_grid(grid: Grid, shape: tuple[int, int], free_group: bool) -> Grid | None:
-    """The grid for a weight, with a smaller group if it may choose one; None if none fits.
-
-    Args:
-        shape: (out, in).
-        free_group: the group size may differ from the grid's.
+    Raises:
+        HasslefreeError: the recipe does not fit it.
     """
-    width = shape[1]
-    if grid.group is None or width % grid.group == 0:
+    shape = matrix.shape
+    method = resolved.solver
+    try:
+        unit = head_unit(blocks.modules[index], matrix.name) if method.whole_channels else 1
+        pattern, rank = resolved.budget.resolve(*shape, unit)
+        method.check(rank)
+        method.check_pattern(pattern)
+        grid = fitted_grid(resolved, shape[1])
+        if grid is not None:
+            grid.check(shape, pattern)
+    except HasslefreeError as error:
+        raise error.within(f"{blocks.prefix(index)}.{matrix.name}") from None
+    return LayerPlan.of(shape, pattern, rank, matrix.dtype, grid, resolved.factor_bits)
+
+
+def fitted_grid(resolved: Resolved, width: int) -> Grid | None:
+    """The grid for a weight with `width` inputs: with a smaller group if the default does not
+    divide them, and neither the user nor an engine has set one.
+    """
+    grid = resolved.solver.grid
+    if grid is None or grid.group is None or width % grid.group == 0:
         return grid
-    if not free_group:
-        return None
-    for group in range(grid.group - 1, SMALLEST_GROUP - 1, -1):
-        if width % group == 0:
-            return dataclasses.replace(grid, group=group)
-    return None
+    if resolved.group_size is None and resolved.engine is None:
+        for group in range(grid.group - 1, SMALLEST_GROUP - 1, -1):
+            if width % group == 0:
+                return dataclasses.replace(grid, group=group)
+    return grid
+
+
+def with_rank(resolved: Resolved, rank: int) -> Resolved:
+    """The recipe with another rank."""
+    budget = dataclasses.replace(resolved.budget, rank=rank)
+    return dataclasses.replace(resolved, budget=budget)
 
 
 def make_plan(selection: Selection, resolved: Resolved) -> Plan:
     """The pattern and rank of every layer, from shapes alone."""
-    bits = resolved.factor_bits
-    free_group = has_free_group(resolved)
     plan: Plan = []
     for index, matrices in enumerate(selection.sites):
-        budget = resolved.budget
-        solver = resolved.solver
-        plan.append(plan_block(selection.blocks, index, matrices, budget, solver, bits, free_group))
-    ranks = [layer.spec.rank for plans in plan for layer in plans.values()]
-    check_factor_bits(bits, max(ranks, default=None))
+        plan.append({})
+        for name, matrix in matrices.items():
+            plan[index][name] = plan_layer(selection.blocks, index, matrix, resolved)
+    check_factor_bits(resolved.factor_bits, max(layer.rank for layer in layers_of(plan)))
     return plan
 
 
@@ -227,41 +219,33 @@ def largest_ranks(selection: Selection, resolved: Resolved, grid: Grid | None, r
     A matrix that is narrower than the rank gets the largest rank that it allows.
     """
     step = STEP if grid else 1
-    shapes = [matrix.shape for matrices in selection.sites for matrix in matrices.values()]
-    fits = 0
-    too_many = max(min(shape) for shape in shapes) // step + 1
-    while too_many - fits > 1:
-        steps = (fits + too_many) // 2
-        if bytes_of(uniform_plan(selection, resolved, grid, steps * step)) <= room:
-            fits = steps
-        else:
-            too_many = steps
-    return uniform_plan(selection, resolved, grid, fits * step)
+    widest = max(min(matrix.shape) for matrices in selection.sites for matrix in matrices.values())
+    ranks = range(step, widest + 1, step)
+
+    def size(rank: int) -> int:
+        return bytes_of(uniform_plan(selection, resolved, grid, rank))
+
+    steps = bisect_right(ranks, room, key=size)
+    return uniform_plan(selection, resolved, grid, steps * step)
 
 
 def uniform_plan(selection: Selection, resolved: Resolved, grid: Grid | None, rank: int) -> Plan:
     """The plan of the recipe with this grid, and this rank in every layer that is wide enough."""
-    solver = with_grid(resolved.solver, grid)
+    resolved = dataclasses.replace(resolved, solver=with_grid(resolved.solver, grid))
     step = STEP if grid else 1
     plan: Plan = []
     for index, matrices in enumerate(selection.sites):
         plan.append({})
         for name, matrix in matrices.items():
             most = min(matrix.shape)
-            fitted = rank if rank <= most else most // step * step
-            budget = dataclasses.replace(resolved.budget, rank=fitted)
-            bits = resolved.factor_bits if fitted else None
-            one = {name: matrix}
-            free_group = has_free_group(resolved)
-            plan[index] |= plan_block(
-                selection.blocks, index, one, budget, solver, bits, free_group
-            )
+            fitted = with_rank(resolved, rank if rank <= most else most // step * step)
+            plan[index][name] = plan_layer(selection.blocks, index, matrix, fitted)
     return plan
 
 
-def bytes_of(plan: Plan) -> int:
+def bytes_of(plan: Iterable[Mapping[str, LayerPlan]]) -> int:
     """The size of all planned layers."""
-    return sum(layer.bytes for plans in plan for layer in plans.values())
+    return sum(layer.size for layer in layers_of(plan))
 
 
 def layer_room(model: torch.nn.Module, plan: Plan, resolved: Resolved) -> int:
@@ -277,9 +261,9 @@ def layer_room(model: torch.nn.Module, plan: Plan, resolved: Resolved) -> int:
     used = bytes_of(plan)
     if size is None:
         return used
-    layers = [layer for plans in plan for layer in plans.values()]
-    dense = sum(layer.dense_bytes for layer in layers)
-    weights = sum(layer.spec.dense_parameters for layer in layers)
+    layers = layers_of(plan)
+    dense = sum(layer.dense_size for layer in layers)
+    weights = sum(layer.dense_parameters for layer in layers)
     rest = weights_on_disk(model, []) - dense
 
     def as_size(taken: int) -> Size:
@@ -299,58 +283,20 @@ def layer_room(model: torch.nn.Module, plan: Plan, resolved: Resolved) -> int:
         least = as_size(used).rounded_up
         raise BudgetError(
             f"a size of {size} is too small: the least possible with method"
-            f" {resolved.method} is {least} ({layers[0].spec.kind}, rank"
-            f" {layers[0].spec.rank}); use {option('size', least)}",
+            f" {resolved.method} is {least} ({layers[0].kind}, rank"
+            f" {layers[0].rank}); use {option('size', least)}",
             ("size",),
         )
     return room
 
 
-def plan_block(
-    blocks: Blocks,
-    index: int,
-    matrices: Mapping[str, Matrix],
-    budget: Budget,
-    method: Method,
-    factor_bits: int | None,
-    free_group: bool = False,
-) -> dict[str, LayerPlan]:
-    """The plans of the matrices of one block, by their names in it.
-
-    Args:
-        budget: of each layer.
-        free_group: see `fitted_grid`.
-    """
-    plans = {}
-    for name, matrix in matrices.items():
-        shape = matrix.shape
-        try:
-            unit = head_unit(blocks.modules[index], name) if method.whole_channels else 1
-            pattern, rank = budget.resolve(*shape, unit)
-            method.check(rank)
-            method.check_pattern(pattern)
-            grid = method.grid
-            if grid is not None:
-                grid = fitted_grid(grid, shape, free_group) or grid
-                grid.check(shape, pattern)
-        except HasslefreeError as error:
-            raise error.within(f"{blocks.prefix(index)}.{name}") from None
-        plans[name] = LayerPlan.of(shape, pattern, rank, matrix.dtype, grid, factor_bits)
-    return plans
-
-
 def digest(plan: Plan) -> str:
     """CRC-32 of every layer's rank, non-zeros and grid."""
-    layers = [
-        (
-            name,
-            layer.spec.rank,
-            layer.spec.nonzeros,
-            *([str(layer.spec.grid)] if layer.spec.grid else []),
-        )
-        for plans in plan
-        for name, layer in plans.items()
-    ]
+    layers = []
+    for plans in plan:
+        for name, layer in plans.items():
+            grid = [str(layer.grid)] if layer.grid else []
+            layers.append((name, layer.rank, layer.nonzeros, *grid))
     return f"{zlib.crc32(repr(layers).encode()):08x}"
 
 
@@ -361,7 +307,5 @@ def bytes_on_disk(model: torch.nn.Module, plan: Plan) -> int:
 
 def weights_on_disk(model: torch.nn.Module, plan: Plan) -> int:
     """The size of all weights: what stays dense, and the packed layers."""
-    dense = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return dense + sum(
-        layer.bytes - layer.dense_bytes for plans in plan for layer in plans.values()
-    )
+    dense = sum(parameter.nbytes for parameter in model.parameters())
+    return dense + sum(layer.size - layer.dense_size for layer in layers_of(plan))

@@ -64,13 +64,13 @@ def plan_of(**fields):
 def test_heads_stay_whole_wherever_the_pruner_is(method):
     """4 heads of 8 share 2 keys: 16 inputs of o_proj go together, no others do. Other pruners know no heads."""
     units = {
-        name: layer.pattern.unit
+        name: layer.kept.unit
         for name, layer in plan_of(pattern="structured", sparsity=0.5, rank=0, **method).items()
     }
     assert units.pop("self_attn.o_proj") == 16
     assert set(units.values()) == {1}
     other = plan_of(pattern="structured", sparsity=0.5, method="wanda", refit=True)
-    assert other["self_attn.o_proj"].pattern.unit == 1
+    assert other["self_attn.o_proj"].kept.unit == 1
 
 
 def test_what_it_cannot_do_is_an_error():

@@ -1,0 +1,79 @@
+"""How long a compression takes, in products of float32 matrices: 2 · tokens · parameters for a
+forward pass, twice that for a backward pass, and 2 · rounds · out · in² for each layer (out, in).
+"""
+
+from collections.abc import Collection
+
+from hasslefree.models.experts import share_of_tokens
+from hasslefree.models.rules import by_kind
+from hasslefree.planning.machine import product_rate
+from hasslefree.planning.setup import Setup
+from hasslefree.progress import ALLOCATION, CHECK, INPUTS, PREDICTIONS, PROBES, REFERENCE, SOLVING
+from hasslefree.recipe.resolve import Resolved
+from hasslefree.solve.methods.joint import QUICK_PRUNING
+
+# For methods that stop by themselves: the number of products out × in × in that take as long, as
+# measured on layers of 512 to 1024 inputs.
+ROUNDS = {"3basil": 900, "alps": 160, "osscar": 300, "pcp": 1000}
+
+
+def rounds_of(resolved: Resolved) -> int:
+    """The number of products out × in × in that a method takes for a layer."""
+    return ROUNDS.get(resolved.method, getattr(resolved.solver, "rounds", 1))
+
+
+def flops_by_phase(setup: Setup) -> dict[str, float]:
+    """The floating-point operations of one process in each phase; phases without any are left
+    out.
+    """
+    parameters = 0.0
+    squares = 0.0
+    for block, plans in zip(setup.blocks.modules, setup.plan, strict=True):
+        for name, parameter in block.named_parameters():
+            parameters += share_of_tokens(block, name.rpartition(".")[0]) * parameter.numel()
+        for name, layer in plans.items():
+            squares += share_of_tokens(block, name) * layer.shape[1] ** 2
+    head = setup.embeddings.weight.numel()
+    volume = sum(layer.cost for layer in setup.layers) / setup.processes
+    grams = 2 * setup.text_tokens * squares
+    forward = 2 * setup.text_tokens * parameters
+    checking = 4 * setup.checked_tokens  # of the dense and the compressed model
+    probing = 2 * setup.probe_tokens * (parameters + head)
+    choosing = 0.0
+    if probing:
+        grids = len(setup.resolved.grids)
+        choosing = 2 * probing + 2 * (QUICK_PRUNING.rounds + grids) * volume
+    phases = {
+        REFERENCE: 2 * setup.matched_tokens * parameters,
+        PROBES: probing,
+        ALLOCATION: choosing,
+        INPUTS: grams + passes(setup) * forward + checking * parameters,
+        SOLVING: 2 * rounds_of(setup.resolved) * volume,
+        # A step runs a block forward, again and backward; predictions of both models, and a
+        # backward pass of the head.
+        PREDICTIONS: 2 * setup.matched_tokens * (4 * parameters + 3 * head),
+        CHECK: checking * head,
+    }
+    return {name: flops for name, flops in phases.items() if flops}
+
+
+def passes(setup: Setup) -> float:
+    """How often the text runs through a block."""
+    if setup.at_once:
+        return 1
+    if setup.resolved.sequential == "block":
+        return 2
+    # A pass for each group of layers with the same input, about one for two kinds, and one that
+    # moves on.
+    return 1 + len(by_kind(setup.plan[0])) / 2
+
+
+def seconds_by_phase(setup: Setup, without: Collection[str] = ()) -> dict[str, float]:
+    """How long the phases of a compression should take on this machine.
+
+    Args:
+        without: phases that it does not run.
+    """
+    rate = product_rate(setup.device)
+    flops = flops_by_phase(setup)
+    return {name: flops[name] / rate for name in flops if name not in without}

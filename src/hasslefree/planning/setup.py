@@ -1,0 +1,130 @@
+"""A compression as the planner sees it: a model, the plan of its layers, and the text it reads."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hasslefree.models.activations import check_storage
+from hasslefree.models.blocks import Blocks, find_blocks
+from hasslefree.models.calibrate import activation_values, probes
+from hasslefree.models.experts import split_experts
+from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqlen
+from hasslefree.planning.machine import in_one_pass
+from hasslefree.planning.plan import LayerPlan, Plan, layers_of, plan_of, select
+from hasslefree.planning.schedule import segments_for, segments_held_out
+from hasslefree.recipe.recipe import Recipe
+from hasslefree.recipe.resolve import Resolved
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A compression, on one of its processes.
+
+    Args:
+        samples: calibration segments of all processes.
+        seqlen: tokens in each.
+        width: numbers per token between blocks; None for the width of the embeddings. Blocks that
+            take more than hidden states are known only once the model has run.
+    """
+
+    model: PreTrainedModel
+    blocks: Blocks
+    plan: Plan
+    resolved: Resolved
+    samples: int
+    seqlen: int
+    device: torch.device
+    storage: str
+    processes: int = 1
+    width: int | None = None
+
+    @property
+    def layers(self) -> list[LayerPlan]:
+        return layers_of(self.plan)
+
+    @property
+    def model_bytes(self) -> int:
+        """Bytes of the dense model."""
+        return sum(parameter.nbytes for parameter in self.model.parameters())
+
+    @property
+    def trained(self) -> int:
+        """Trainable numbers of all layers."""
+        return sum(layer.trained for layer in self.layers)
+
+    @property
+    def embeddings(self) -> Any:
+        return self.model.get_input_embeddings()
+
+    @property
+    def state_width(self) -> int:
+        """Numbers per token between blocks."""
+        return self.width or self.embeddings.embedding_dim
+
+    def local_tokens(self, segments: int) -> int:
+        """Tokens of one process in segments that all processes share."""
+        return math.ceil(segments / self.processes) * self.seqlen
+
+    @property
+    def text_tokens(self) -> int:
+        """Calibration tokens of a process."""
+        return self.local_tokens(self.samples)
+
+    @property
+    def probe_tokens(self) -> int:
+        """Tokens of a process that run through the dense model, with gradients; 0 if none do."""
+        if self.resolved.allocate != "error":
+            return 0
+        return self.local_tokens(probes(self.samples, self.seqlen))
+
+    @property
+    def matched_tokens(self) -> int:
+        """Tokens of a process on which predictions are matched, at most; 0 if they are not."""
+        return self.local_tokens(segments_for(self.resolved.match_predictions, self.seqlen))
+
+    @property
+    def checked_tokens(self) -> int:
+        """Held-out tokens, at most; every process runs all of them."""
+        if not self.resolved.check:
+            return 0
+        return segments_held_out(self.seqlen) * self.seqlen
+
+    @property
+    def at_once(self) -> bool:
+        """Whether all segments run through a block at once, and its layers are solved meanwhile."""
+        if self.resolved.sequential != "layer":
+            return False
+        return in_one_pass(max(self.activation_values(self.text_tokens)), self.device)
+
+    def activation_values(self, tokens: int) -> list[float]:
+        """The `activation_values` of the planned layers of each block."""
+        values: list[float] = []
+        for block, plans in zip(self.blocks.modules, self.plan, strict=True):
+            shapes = {name: layer.shape for name, layer in plans.items()}
+            values.append(activation_values(block, shapes, tokens))
+        return values
+
+
+def setup_of(
+    name: str,
+    recipe: Recipe,
+    device: torch.device,
+    storage: str,
+    processes: int = 1,
+    trust_remote_code: bool = False,
+) -> Setup:
+    """The compression of a model by name, from its configuration alone."""
+    resolved = recipe.resolve(with_text=False)
+    check_storage(storage)
+    model = load_shapes(name, recipe.dtype, trust_remote_code)
+    refuse_compressed(model.config, name)
+    split_experts(model)
+    selection = select(find_blocks(model), resolved)
+    plan = plan_of(model, selection, resolved)
+    seqlen = resolve_seqlen(model, recipe.seqlen)
+    blocks = selection.blocks
+    samples = recipe.samples
+    return Setup(model, blocks, plan, resolved, samples, seqlen, device, storage, processes)
