@@ -7,8 +7,6 @@ from pathlib import Path
 
 import hasslefree
 from hasslefree import Recipe
-from hasslefree.checkpoint.record import LayerRecord
-from hasslefree.packed.spec import LayerSpec
 from tests.tiny_models import build, segments
 
 
@@ -32,8 +30,3 @@ def edit(folder: Path, change) -> None:
     content = json.loads(file.read_text())
     change(content)
     file.write_text(json.dumps(content))
-
-
-def record(name: str, error: float = 0.1) -> LayerRecord:
-    """A layer of 4 × 8."""
-    return LayerRecord(name, LayerSpec("2:4", (4, 8), 0, 16), error, error, 0.0)

@@ -10,9 +10,9 @@ import pytest
 from hasslefree.progress import PhaseTime
 from hasslefree.report.content import Content, Evaluation, read_content
 from hasslefree.report.page import render
-from hasslefree.report.samples import Sample, Samples, Text
+from hasslefree.report.samples import Sample, Samples
 from hasslefree.report.seconds import seconds_file, write_seconds
-from tests.report.folders import compressed, edit, evaluation, record
+from tests.report.folders import compressed, edit, evaluation
 from tests.tiny_models import build, tensors_of
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -29,8 +29,8 @@ SIZES = {"desktop": (1200, 900), "phone": (380, 800)}
 
 PHASES = [("loading the model", 0.5), ("solving", 10.0), ("writing", 5.0)]
 SAMPLES = [
-    Samples((Sample("Say <b>", Text("same ", "left" + 90 * "x"), Text("same ", "<i>right"), 1),)),
-    Samples((Sample("Say <b>", Text("alone", "")),), "No dense model."),
+    Samples((Sample("Say <b>", "same left" + 90 * "x", "same <i>right"),)),
+    Samples((Sample("Say <b>", "alone"),), "No dense model."),
 ]
 
 
@@ -113,7 +113,7 @@ def facts(page):
 @pytest.mark.parametrize("size", SIZES)
 def test_it_opens_whole_and_nothing_overflows(opened, scheme, size):
     page = opened(scheme, size)
-    charts = ("comparison", "relative-error-0", "rounds-0", "spectra-0", "sensitivity-0", "parameters-0",
+    charts = ("comparison", "relative-error-0", "rounds-0", "spectra-0", "sensitivity-0", "kept-0", "rank-0",
               "perplexity-held_out.txt")  # fmt: skip
     for chart in charts:
         page.evaluate(DRAWN, [chart, "rows"])
@@ -141,16 +141,16 @@ def test_a_click_shows_the_layer(opened, file):
     layer = run.record.layers[12]
     select(page, layer.name)
     assert page.locator("select:visible").input_value() == layer.name
-    assert facts(page)["relative error"] == f"{layer.relative_error:.5f}"
+    assert facts(page)["relative error"] == f"{layer.relative_error:.4g}"
     assert facts(page)["non-zeros of S"] == f"{layer.spec.nonzeros:,}"
     measured = [(layer.name, step, pytest.approx(value, rel=1e-4)) for step, value in enumerate(layer.history, 1)]
     assert drawn(page, "rounds-0", "layer", "step", "value") == measured
     values = run.spectra[layer.name]
-    kept = [(s, pytest.approx(v, rel=1e-4), pytest.approx(v / values[0], rel=1e-4)) for s, v in enumerate(values, 1)]
-    assert drawn(page, "spectra-0", "step", "value", "share") == kept
+    kept = [(step, pytest.approx(value, rel=1e-4)) for step, value in enumerate(values, 1)]
+    assert drawn(page, "spectra-0", "step", "value") == kept
     last = run.record.layers[-1].name
-    page.locator(f'#parameters-0 path[aria-label*="{last};"]').first.click()
-    assert page.locator("select:visible").input_value() == last, "a bar leads to its layer as well"
+    page.locator(f'#kept-0 path[aria-label*="{last};"]').first.click(position={"x": 3, "y": 3})
+    assert page.locator("select:visible").input_value() == last, "other maps lead to their layers as well"
 
 
 def test_a_layer_without_a_low_rank_part_draws_nothing(opened, file):
@@ -207,7 +207,7 @@ def test_sensitivities_are_those_of_the_record(opened, file):
     """Oracle: compression.json, layer by layer; a folder without sensitivities shows no section."""
     stored = json.loads((file.parent / "one/compression.json").read_text())["sensitivities"]
     page = opened()
-    rows = drawn(page, "sensitivity-0", "block", "line", "value")
+    rows = [(row["block"], row["kind"], row["value"]) for row in page.evaluate(DRAWN, ["sensitivity-0", "rows"])]
     assert len(rows) == len(stored) == 14
     assert {(block, kind): pytest.approx(value, rel=1e-3) for block, kind, value in rows} == {
         (int(name.split(".")[2]), name.split(".")[-1]): value for name, value in stored.items()
@@ -215,27 +215,6 @@ def test_sensitivities_are_those_of_the_record(opened, file):
     assert page.get_by_role("heading", name="Sensitivity by block and layer").count() == 1
     page.locator("#choice input").nth(1).check(force=True)
     assert page.get_by_role("heading", name="Sensitivity by block and layer").count() == 0
-
-
-def test_experts_share_a_cell_and_their_sensitivities_are_summed(opened, file):
-    """Oracle: by hand, from three experts in each of two blocks."""
-    (run,) = read_content([file.parent / "one"]).runs
-    names = [f"m.layers.{b}.mlp.experts.{e}.w1" for b in range(2) for e in range(3)]
-    errors = {name: 0.01 * 2**i for i, name in enumerate(names)}
-    layers = tuple(record(name, error) for name, error in errors.items())
-    other = dataclasses.replace(run.record, layers=layers, sensitivities=errors)
-    run = dataclasses.replace(run, record=other, spectra={})
-    path = file.with_name("experts.html")
-    path.write_text(render(Content((run, dataclasses.replace(run, name="again")), {})), encoding="utf-8")
-    page = opened()
-    page.goto(path.as_uri())
-    cells = drawn(page, "relative-error-0", "block", "kind", "error", "layer")
-    assert cells == [(0, "w1", pytest.approx(0.07 / 3), names[2]), (1, "w1", pytest.approx(0.56 / 3), names[5])]
-    summed = [(0, "w1", pytest.approx(0.07)), (1, "w1", pytest.approx(0.56))]
-    assert drawn(page, "sensitivity-0", "block", "line", "value") == summed
-    means = [(0, pytest.approx(0.07 / 3)), (1, pytest.approx(0.56 / 3))]
-    assert drawn(page, "comparison", "block", "value") == means + means
-    assert drawn(page, "parameters-0", "block", "rank") == [(0, 0), (1, 0)]
 
 
 def test_every_model_is_a_point_of_perplexity_and_bytes(opened, file):
@@ -319,26 +298,3 @@ def test_a_change_of_scheme_changes_the_page_and_the_charts(opened):
     # The browser tells the page in its own time.
     page.wait_for_function(f"light => {look}.every((colour, i) => colour !== light[i])", arg=light)
     assert all(one != other for one, other in zip(light, page.evaluate(look), strict=True))
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_cell_can_be_read(opened, scheme):
-    """Oracle: WCAG 2.1, contrast of at least 4.5, from the colours as they are painted."""
-    page = opened(scheme)
-    page.evaluate(DRAWN, ["relative-error-0", "rows"])
-    contrasts = page.evaluate(
-        """() => {
-            const canvas = Object.assign(document.createElement('canvas'), {width: 1, height: 1});
-            const context = canvas.getContext('2d', {willReadFrequently: true});
-            const light = colour => {
-                context.fillStyle = colour; context.fillRect(0, 0, 1, 1);
-                const [r, g, b] = [...context.getImageData(0, 0, 1, 1).data].slice(0, 3)
-                    .map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-                return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05; };
-            const fills = name => [...document.querySelectorAll(`#relative-error-0 ${name}`)]
-                .map(mark => light(getComputedStyle(mark).fill));
-            const cells = fills('.layer_0_marks path');
-            return fills('.layer_1_marks text').map((a, i) => Math.max(a, cells[i]) / Math.min(a, cells[i])); }"""
-    )
-    assert len(contrasts) == 14
-    assert min(contrasts) >= 4.5

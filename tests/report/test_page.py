@@ -7,6 +7,7 @@ import multiprocessing
 import re
 import resource
 import shutil
+import statistics
 import sys
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
@@ -14,11 +15,11 @@ from html.parser import HTMLParser
 import pytest
 
 from hasslefree.errors import MemoryShortError
-from hasslefree.report.charts import frontiers, run_charts, thinned, write_figures
+from hasslefree.report.charts import comparisons, thinned, write_figures
 from hasslefree.report.content import read_content
-from hasslefree.report.maps import heat_map
+from hasslefree.report.maps import cells, figures, layer_map
 from hasslefree.report.page import leading, percent, render
-from tests.report.folders import compressed, edit, evaluation, record
+from tests.report.folders import compressed, edit, evaluation
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\" onmouseover='alert(3)' {{ 7*7 }} $x_{"
 
@@ -66,8 +67,8 @@ def test_every_layer_of_every_run_is_a_choice_and_a_line_of_the_table(made):
     assert [each["value"] for tag, each in tags if tag == "option"] == names
     assert [each["data-layer"] for tag, each in tags if tag == "tr" and "data-layer" in each] == names
     chosen = [each["value"] for tag, each in tags if tag == "option" and "selected" in each]
-    worst = max(content.runs[0].record.layers, key=lambda layer: layer.relative_error)
-    assert chosen == 2 * [worst.name], "the same layer of both folders"
+    worst = [max(run.record.layers, key=lambda layer: layer.relative_error) for run in content.runs]
+    assert chosen == [layer.name for layer in worst]
 
 
 def test_the_page_says_what_was_trained_after_the_errors_were_measured(made, tmp_path):
@@ -107,7 +108,7 @@ def test_whatever_a_folder_says_is_text(made, tmp_path):
     assert not [name for _, each in found.tags for name in each if name.startswith("on")]
     assert EVIL in found.text
     assert {name for _, each in found.tags for name in each} <= {name for _, each in plain.tags for name in each}
-    assert len(write_figures(content, tmp_path / "figures")) == 10
+    assert len(write_figures(content, tmp_path / "figures")) == 12
     data = next(
         json.loads(text) for text in re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
     )
@@ -137,7 +138,7 @@ def test_curves_keep_their_ends():
 
 
 def test_small_figures_by_hand():
-    assert [percent(share) for share in (0, 0.00001, 0.0032, 0.0123, 0.5)] == ["0.00", "<.01", "0.32", "1.2", "50"]
+    assert [percent(share) for share in (0, 0.0032, 0.0123, 0.5, 0.996, 1)] == ["0", "0.32", "1.2", "50", "100", "100"]
     assert [leading(values, 0.9) for values in ([3.0, 1.0], [2.0, 2.0], [], [0.0])] == [1, 2, 0, 0]
 
 
@@ -145,8 +146,8 @@ def test_figures_are_whole_and_the_same_twice(made, tmp_path):
     content = read_content(made)
     first, again = write_figures(content, tmp_path / "a"), write_figures(content, tmp_path / "b")
     names = {path.name for path in first}
-    stems = {"relative-error-one", "parameters-one", "rounds-one", "spectra-one"}
-    stems |= {"relative-error-two", "parameters-two", "comparison"}
+    stems = {"relative-error-one", "kept-one", "rank-one", "rounds-one", "spectra-one"}
+    stems |= {"relative-error-two", "kept-two", "comparison"}
     assert names == {f"{stem}.{kind}" for stem in stems for kind in ("png", "svg")}
     for one, other in zip(first, again, strict=True):
         assert one.read_bytes() == other.read_bytes()
@@ -159,16 +160,43 @@ def test_figures_are_whole_and_the_same_twice(made, tmp_path):
 def test_allocation_and_perplexities_have_figures(made, tmp_path):
     names = [layer.name for layer in read_content(made).runs[0].record.layers]
     folder = shutil.copytree(made[0], tmp_path / "one")
+    other = shutil.copytree(made[1], tmp_path / "two")
     edit(folder, lambda content: content.update(sensitivities=dict.fromkeys(names, 0.5)))
-    files = [evaluation(tmp_path / "a.json", folder, 3.0), evaluation(tmp_path / "b.json", made[1], 4.0)]
-    content = read_content([folder, made[1], *files])
+    files = [evaluation(tmp_path / "a.json", folder, 3.0), evaluation(tmp_path / "b.json", other, 4.0)]
+    content = read_content([folder, other, *files])
     drawn = {path.name for path in write_figures(content, tmp_path / "figures")}
     assert {
         f"{stem}.{kind}" for stem in ("sensitivity-one", "perplexity-held_out.txt") for kind in ("png", "svg")
     } <= drawn
     sizes = [run.sizes.to_dict()["bytes"] for run in content.runs]
-    points = frontiers(content)["held_out.txt"].rows
+    points = comparisons(content)["perplexity-held_out.txt"].rows
     assert [(point["bytes"], point["perplexity"]) for point in points] == [*zip(sizes, (3.0, 4.0), strict=True)]
+
+
+def test_experts_share_a_cell_by_hand():
+    """A click leads to the largest. The drawing says which number is in which cell."""
+    values = {f"m.layers.{b}.mlp.experts.{e}.w1": 0.01 * 2 ** (3 * b + e) for b in range(2) for e in range(3)}
+    first, second = "m.layers.0.mlp.experts.2.w1", "m.layers.1.mlp.experts.2.w1"
+    summed = [{"layer": first, "block": 0, "kind": "w1", "value": 0.07}]
+    summed += [{"layer": second, "block": 1, "kind": "w1", "value": 0.56}]
+    assert cells(values, sum) == layer_map("sensitivity", values).rows == summed
+    assert [row["value"] for row in cells(values, statistics.fmean)] == [0.02333, 0.1867]
+    assert f"layer: {first}; nats per token: 0.07" in layer_map("sensitivity", values).svg()
+
+
+@pytest.mark.parametrize("name", ["relative-error", "rank"])
+def test_every_cell_can_be_read(name):
+    """Oracle: WCAG 2.1, contrast of at least 4.5, from the colours in the picture."""
+    svg = layer_map(name, {f"m.layers.{i}.q_proj": float(2**i) for i in range(9)}).svg()
+    colours = re.findall(r'aria-roledescription="rect mark".*?fill="rgb\((\d+), (\d+), (\d+)\)"', svg)
+    texts = re.findall(r'aria-roledescription="text mark".*?fill="(#000|#fff)"', svg)
+    assert len(colours) == len(texts) == 9
+    assert {*texts} == {"#000", "#fff"}
+    for colour, text in zip(colours, texts, strict=True):
+        parts = [int(part) / 255 for part in colour]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05
+        assert (1.05 / light if text == "#fff" else light / 0.05) >= 4.4
 
 
 @pytest.fixture(scope="module")
@@ -191,16 +219,14 @@ def test_the_page_of_a_quantised_model_shows_its_bits(quantised):
     content = read_content([quantised])
     (run,) = content.runs
     bits = {layer.name: layer.spec.grid.bits for layer in run.record.layers}
-    drawings = run_charts(run, content)
-    assert {row["layer"]: row["bits"] for row in drawings["bits"].rows} == bits
-    assert drawings["bits"].svg().startswith("<svg")
-    assert "parameters" not in drawings, "bars of 100 %, and points of rank 0"
+    shown = figures(run.record)
+    assert shown["bits"] == bits
+    assert shown["kept"] == shown["rank"] == {}, "all is kept, and every rank is 0"
     page = render(content)
     text = Tags(page).text
-    assert "every layer in the blocks is a quantised matrix S, without a low-rank part." in text
-    assert "bits of S: 3 to 5" in text
+    assert "bits of S: 3–5" in text
     assert '<th scope="col">bits of S</th><th scope="col">bytes</th>' in page
-    assert "Non-zeros and rank" not in text
+    assert "Parameters and rank" not in text
 
 
 def test_the_sensitivity_of_a_quantised_model_is_to_rounding(quantised, made, tmp_path):
@@ -216,7 +242,7 @@ def test_the_sensitivity_of_a_quantised_model_is_to_rounding(quantised, made, tm
 
 
 def draw(error):
-    return heat_map([record("m.layers.0.q_proj", error)]).svg()
+    return layer_map("relative-error", {"m.layers.0.q_proj": error}).svg()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")

@@ -173,9 +173,10 @@ def draw_errors(report: Record) -> bytes | None:
     try:
         # These load the charting library.
         from hasslefree.report.drawing import png
-        from hasslefree.report.maps import heat_map
+        from hasslefree.report.maps import figures, layer_map
 
-        return png(heat_map(report.layers).svg())
+        name = "relative-error"
+        return png(layer_map(name, figures(report)[name]).svg())
     except Exception as error:  # the engine of the charts raises anything, such as short memory
         logger.warning("the model card has no picture: it could not be drawn (%s)", error)
         return None

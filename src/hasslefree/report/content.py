@@ -1,8 +1,10 @@
 """What a report is made from: compressed folders, and the results of evaluations."""
 
-import dataclasses
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,8 +17,7 @@ from hasslefree.checkpoint.record import Record, command_of, read_record
 from hasslefree.core.factors import CodedRows
 from hasslefree.errors import CheckpointError, ModelError
 from hasslefree.files import StoredTensor, read_json, stored_tensors, weight_files
-from hasslefree.packed.spec import LayerSpec
-from hasslefree.report.seconds import read_seconds
+from hasslefree.report.seconds import Seconds, read_seconds
 from hasslefree.validation import Count, Figure, InvalidError, validated
 
 _BLOCK = re.compile(r"(?:.*?\.)?(\d{1,9})\.(.+)")
@@ -41,19 +42,8 @@ class _Results:
     limit: Count | None = None
     dense: "_Results | None" = None
 
-    @property
-    def evaluation(self) -> "Evaluation":
-        """The figures alone; a text is known by the last part of its path."""
-        texts: dict[str, float] = {}
-        for text, perplexity in self.perplexity.items():
-            texts[Path(text).name] = perplexity["perplexity"]
-        tasks: dict[str, float] = {}
-        for name, accuracy in self.tasks.items():
-            tasks[name] = accuracy["value"]
-        return Evaluation(texts, tasks, self.limit)
 
-
-@dataclass(frozen=True)
+@dataclass
 class Evaluation:
     """The results of one model: perplexities by text, and accuracies of tasks as shares.
 
@@ -70,12 +60,17 @@ class Evaluation:
         """The mean accuracy of the tasks; None without any."""
         if not self.tasks:
             return None
-        return sum(self.tasks.values()) / len(self.tasks)
+        return statistics.fmean(self.tasks.values())
 
-    def __or__(self, other: "Evaluation") -> "Evaluation":
-        """Both; where both have a result, that of `other`."""
-        texts = self.perplexity | other.perplexity
-        return dataclasses.replace(other if other.tasks else self, perplexity=texts)
+    def add(self, results: _Results) -> None:
+        """Add what a file holds, which replaces an earlier result. A text is known by the last part
+        of its path.
+        """
+        for text, perplexity in results.perplexity.items():
+            self.perplexity[Path(text).name] = perplexity["perplexity"]
+        if results.tasks:
+            self.tasks = {name: task["value"] for name, task in results.tasks.items()}
+            self.limit = results.limit
 
 
 @dataclass(frozen=True)
@@ -84,10 +79,9 @@ class Run:
 
     Args:
         name: unlike that of any other folder of the report.
-        record: with seconds, if they are known.
-        spectra: the singular values of L by layer, the largest first.
+        spectra: the singular values of L by layer, as shares of the largest, which is first.
         command: repeats the compression; None if its text was given from Python.
-        seconds: of the whole compression; None if they are unknown.
+        times: None if they are unknown.
     """
 
     name: str
@@ -96,34 +90,7 @@ class Run:
     spectra: dict[str, tuple[float, ...]]
     evaluation: Evaluation
     command: str | None
-    seconds: float | None
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The parts that at least one of some layers has.
-
-    Args:
-        quantised: S is on a grid.
-        sparse: S has a pattern of zeros.
-        low_rank: L is not zero.
-    """
-
-    quantised: bool
-    sparse: bool
-    low_rank: bool
-
-    @classmethod
-    def of(cls, specs: Iterable[LayerSpec]) -> "Parts":
-        """Look at every layer once."""
-        quantised = False
-        sparse = False
-        low_rank = False
-        for spec in specs:
-            quantised = quantised or spec.grid is not None
-            sparse = sparse or spec.pattern != "dense"
-            low_rank = low_rank or spec.rank > 0
-        return cls(quantised, sparse, low_rank)
+    times: Seconds | None
 
 
 @dataclass(frozen=True)
@@ -137,6 +104,13 @@ class Content:
     runs: tuple[Run, ...]
     others: dict[str, Evaluation]
 
+    def dense_bytes(self, model: str) -> int | None:
+        """The bytes of the dense model from which a folder was made; None for any other model."""
+        for run in self.runs:
+            if Path(run.record.model).resolve() == Path(model).resolve():
+                return run.sizes.dense_bytes
+        return None
+
 
 def read_content(paths: Sequence[Path]) -> Content:
     """Read folders that `compress` wrote, and JSON files that `evaluate` wrote.
@@ -149,14 +123,12 @@ def read_content(paths: Sequence[Path]) -> Content:
     """
     folders = resolved_folders(paths)
     evaluations = read_evaluations(paths, folders)
-    names = distinct_names([*folders])
+    above = os.path.commonpath([resolved.parent for resolved in folders])
     runs: list[Run] = []
-    for (resolved, folder), name in zip(folders.items(), names, strict=True):
-        runs.append(read_run(folder, name, evaluations.pop(resolved, Evaluation())))
-    others: dict[str, Evaluation] = {}
-    for model, evaluation in evaluations.items():
-        others[str(model)] = evaluation
-    return Content(tuple(runs), others)
+    for resolved, folder in folders.items():
+        evaluation = evaluations.pop(str(resolved), Evaluation())
+        runs.append(read_run(folder, str(resolved.relative_to(above)), evaluation))
+    return Content(tuple(runs), evaluations)
 
 
 def resolved_folders(paths: Sequence[Path]) -> dict[Path, Path]:
@@ -178,37 +150,43 @@ def resolved_folders(paths: Sequence[Path]) -> dict[Path, Path]:
     return folders
 
 
-def read_evaluations(
-    paths: Sequence[Path], folders: Mapping[Path, Path]
-) -> dict[Path | str, Evaluation]:
-    """The evaluations in the folders and in the files that are named, by folder or model.
+def read_evaluations(paths: Sequence[Path], folders: Mapping[Path, Path]) -> dict[str, Evaluation]:
+    """The evaluations in the folders and in the files that are named, by resolved folder or model.
 
     A file that is named wins over those in the folders, and of these the first by name.
     """
-    files: list[tuple[Path, Path | None]] = []
-    for owner in folders:
-        for file in sorted(owner.glob("evaluation*.json"), reverse=True):
-            files.append((file, owner))
+    evaluations: dict[str, Evaluation] = {}
+
+    def add(model: str, results: _Results) -> None:
+        resolved = Path(model).resolve()
+        key = str(resolved) if resolved in folders else model
+        evaluations.setdefault(key, Evaluation()).add(results)
+        if results.dense is not None:
+            add(results.dense.model, results.dense)
+
+    for resolved, folder in folders.items():
+        for file in sorted(folder.glob("evaluation*.json"), reverse=True):
+            add(str(resolved), read_results(file))
     for path in paths:
         if not path.is_dir():
-            files.append((path, None))
-    evaluations: dict[Path | str, Evaluation] = {}
-    for file, folder in files:
-        for model, evaluation in read_evaluation(file, folder):
-            resolved = Path(model).resolve()
-            key = resolved if resolved in folders else model
-            evaluations[key] = evaluations.get(key, Evaluation()) | evaluation
+            results = read_results(path)
+            add(results.model, results)
     return evaluations
 
 
-def distinct_names(folders: Sequence[Path]) -> list[str]:
-    """The last parts of resolved paths, as many as it takes to tell them apart."""
-    parts = [folder.resolve().parts for folder in folders]
-    for count in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(path[-count:]) for path in parts]
-        if len(set(names)) == len(names):
-            break
-    return names
+def read_results(file: Path) -> _Results:
+    """Read a file of `evaluate`. Raises a CheckpointError if it holds no results."""
+    try:
+        results = validated(_Results, read_json(file))
+    except InvalidError as error:
+        raise CheckpointError(
+            f"{file} holds no results of `hasslefree evaluate` ({error})"
+        ) from None
+    if not results.perplexity and not results.tasks:
+        raise CheckpointError(
+            f"{file} holds no results of `hasslefree evaluate`: neither of texts nor of tasks"
+        )
+    return results
 
 
 def read_run(
@@ -224,43 +202,12 @@ def read_run(
             f"compression.json in {folder} is of another model; download or copy the folder again"
         )
     command = command_of(record, trust_remote_code="auto_map" in read_json(folder / "config.json"))
-    seconds = read_seconds(folder, (folder / "compression.json").read_text(encoding="utf-8"))
-    total = None
-    if seconds is not None:
-        total = seconds.seconds
-        layers = []
-        for layer in record.layers:
-            layer_seconds = seconds.layers.get(layer.name, 0.0)
-            layers.append(dataclasses.replace(layer, seconds=layer_seconds))
-        record = dataclasses.replace(record, layers=tuple(layers), phases=seconds.phases)
-    return Run(name, record, sizes, read_spectra(folder), evaluation, command, total)
-
-
-def read_evaluation(
-    file: Path, owner: Path | None = None
-) -> Iterator[tuple[str | Path, Evaluation]]:
-    """Yield the model and results in a file of `evaluate`, then those of its dense model, if any.
-
-    Args:
-        owner: the folder of the model, if the file lies in it.
-    """
-    try:
-        results = validated(_Results, read_json(file))
-    except InvalidError as error:
-        raise CheckpointError(
-            f"{file} holds no results of `hasslefree evaluate` ({error})"
-        ) from None
-    if not results.perplexity and not results.tasks:
-        raise CheckpointError(
-            f"{file} holds no results of `hasslefree evaluate`: neither of texts nor of tasks"
-        )
-    yield owner or results.model, results.evaluation
-    if results.dense is not None:
-        yield results.dense.model, results.dense.evaluation
+    times = read_seconds(folder, (folder / "compression.json").read_text(encoding="utf-8"))
+    return Run(name, record, sizes, read_spectra(folder), evaluation, command, times)
 
 
 def read_spectra(folder: Path) -> dict[str, tuple[float, ...]]:
-    """The singular values of every L in a folder that was checked, by the layer's name."""
+    """The singular values of every L in a folder that was checked, as in `Run`."""
     stored = stored_tensors(weight_files(folder))
     spectra: dict[str, tuple[float, ...]] = {}
     for name in stored:
@@ -273,7 +220,9 @@ def read_spectra(folder: Path) -> dict[str, tuple[float, ...]]:
             raise CheckpointError(
                 f"the factors of {layer} in {folder} contain NaN or Inf; compress the model again"
             )
-        spectra[layer] = tuple(spectrum(u, v).tolist())
+        values = spectrum(u, v)
+        largest = values[0].clamp_min(torch.finfo(values.dtype).tiny)
+        spectra[layer] = tuple((values / largest).tolist())
     return spectra
 
 
@@ -303,45 +252,29 @@ def spectrum(u: Tensor, v: Tensor) -> Tensor:
 def place(name: str) -> tuple[int, str]:
     """The block of a layer and its kind: model.layers.3.mlp.up_proj → 3, mlp.up_proj.
 
-    A name without a number is in block 0.
+    The experts of a block are of one kind: experts.5.w1 becomes experts.w1. A name without a number
+    is in block 0.
     """
     match = _BLOCK.fullmatch(name)
     if match is None:
         return 0, name
-    return int(match[1]), match[2]
+    return int(match[1]), _EXPERT.sub("", match[2])
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:
     """The last part of each name if no other name ends in it, else all of the name."""
-    leaves: dict[str, set[str]] = {}
-    for name in names:
-        leaves.setdefault(name.rpartition(".")[2], set()).add(name)
-    short: dict[str, str] = {}
-    for leaf, alike in leaves.items():
-        for name in alike:
-            short[name] = leaf if len(alike) == 1 else name
+    short = {name: name.rpartition(".")[2] for name in names}
+    times = Counter(short.values())
+    for name, leaf in short.items():
+        if times[leaf] > 1:
+            short[name] = name
     return short
 
 
-def places(names: Iterable[str], merge_experts: bool = False) -> dict[str, tuple[int, str]]:
-    """The block and the shortened kind of each layer.
-
-    Args:
-        merge_experts: experts.5.w1 becomes experts.w1, one kind.
-    """
-    blocks: dict[str, int] = {}
-    kinds: dict[str, str] = {}
-    for name in names:
-        blocks[name], kind = place(name)
-        kinds[name] = _EXPERT.sub("", kind) if merge_experts else kind
-    short = short_names(kinds.values())
-    shortened: dict[str, tuple[int, str]] = {}
-    for name, kind in kinds.items():
-        shortened[name] = blocks[name], short[kind]
-    return shortened
-
-
-def error_range(errors: Iterable[float]) -> tuple[float, float]:
-    """The least error above 0 and the most; both 1 where all are 0."""
-    positive = [error for error in errors if error > 0] or [1.0]
-    return min(positive), max(positive)
+def places(names: Iterable[str]) -> dict[str, tuple[int, str]]:
+    """The block and the shortened kind of each layer."""
+    found = {name: place(name) for name in names}
+    short = short_names(kind for _, kind in found.values())
+    for name, (block, kind) in found.items():
+        found[name] = block, short[kind]
+    return found

@@ -1,139 +1,124 @@
-"""Maps of a folder's layers: blocks down, kinds of layer across."""
+"""Maps of a folder's layers: blocks down, kinds of layer across, and a figure in each cell."""
 
-from collections.abc import Iterable
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import altair as alt
 
-from hasslefree.checkpoint.record import LayerRecord
-from hasslefree.report.content import error_range, places
+from hasslefree.checkpoint.record import Record
+from hasslefree.report.content import places
 from hasslefree.report.drawing import HUES, ROWS, Drawing
 from hasslefree.units import significant
 
-# Up to this share of the scale, white text on viridis has a contrast of 4.5 or more; from there on
-# black text has.
-WHITE_UP_TO = 0.435
 
+@dataclass(frozen=True)
+class Map:
+    """How a figure of the layers is drawn.
 
-def layer_rows(layers: Iterable[LayerRecord]) -> list[dict[str, Any]]:
-    """The figures of each layer that the charts show.
-
-    Parts of the weight are in per cent of out × in. bits: of the codes of S, if it has a grid;
-    "bits per weight": of all that is stored for the layer, per entry of the dense weight.
+    Args:
+        title: of the chart.
+        figure: the title of the legend.
+        format: of the numbers, as d3-format has it.
+        logarithmic: the scale of colours, from the least figure above 0; a linear one begins at 0.
+        joined: the figure of a cell from those of the experts of a block, which share it.
     """
-    records = {layer.name: layer for layer in layers}
-    rows = []
-    for name, (block, kind) in places(records, merge_experts=True).items():
-        spec = records[name].spec
-        size = spec.dense_parameters
-        row = {
-            "layer": name,
-            "block": block,
-            "kind": kind,
-            "error": records[name].relative_error,
-            "non-zeros of S": significant(100 * spec.nonzeros / size),
-            "factors of L": significant(100 * (spec.parameters - spec.nonzeros) / size),
-            "rank": spec.rank,
-        }
+
+    title: str
+    figure: str
+    format: str
+    logarithmic: bool = False
+    joined: Callable[[Iterable[float]], float] = statistics.fmean
+
+
+MAPS = {
+    "relative-error": Map("Relative error", "relative error", ".2~p", logarithmic=True),
+    "bits": Map("Bits of S", "bits", ".2~f"),
+    "sensitivity": Map("Sensitivity", "nats per token", ".1~e", logarithmic=True, joined=sum),
+    "kept": Map("Parameters kept", "share of the dense weight", ".2~p"),
+    "rank": Map("Rank of L", "rank", ".1~f"),
+}
+
+
+def figures(record: Record) -> dict[str, dict[str, float]]:
+    """The figures by the names of their maps and of the layers. A layer without a grid, zeros, or L
+    has no figure there.
+    """
+    found: dict[str, dict[str, float]] = {name: {} for name in MAPS}
+    found["sensitivity"].update(record.sensitivities or {})
+    for layer in record.layers:
+        spec = layer.spec
+        found["relative-error"][layer.name] = layer.relative_error
         if spec.grid is not None:
-            row["bits"] = spec.grid.bits
-        if records[name].bytes:
-            row["bits per weight"] = significant(8 * records[name].bytes / size)
-        rows.append(row)
+            found["bits"][layer.name] = spec.grid.bits
+        if spec.pattern != "dense":
+            found["kept"][layer.name] = spec.parameters / spec.dense_parameters
+        if spec.rank:
+            found["rank"][layer.name] = spec.rank
+    return found
+
+
+def cells(
+    values: Mapping[str, float], joined: Callable[[Iterable[float]], float]
+) -> list[dict[str, Any]]:
+    """A row for each block and kind of layer, which names the layer with the largest value."""
+    layers: dict[tuple[int, str], list[str]] = {}
+    for name, cell in places(values).items():
+        layers.setdefault(cell, []).append(name)
+    rows = []
+    for (block, kind), names in layers.items():
+        value = significant(joined(values[name] for name in names))
+        largest = max(names, key=values.__getitem__)
+        rows.append({"layer": largest, "block": block, "kind": kind, "value": value})
     return rows
 
 
-def cells(**means: str) -> alt.Chart:
-    """A row for each block and kind; the experts of a block share one, which leads to the worst."""
-    worst = alt.AggregatedFieldDef(op="argmax", field="error", **{"as": "worst"})
-    chart = alt.Chart(ROWS).transform_aggregate([worst], groupby=["block", "kind"], **means)
-    return chart.transform_calculate(layer="datum.worst.layer")
-
-
-def heat_map(
-    layers: Iterable[LayerRecord], errors: tuple[float, float] | None = None, selected: str = ""
+def layer_map(
+    name: str,
+    values: Mapping[str, float],
+    selected: str = "",
+    others: Iterable[float] = (),
 ) -> Drawing:
-    """Draw the relative error of every layer.
+    """Draw one of `MAPS`.
 
     Args:
-        errors: the ends of the scale; None for the least and the largest error of these layers.
+        values: the figure of each layer.
         selected: the layer that is marked.
+        others: the figures of other folders, whose maps have the same scale.
     """
-    rows = layer_rows(layers)
-    least, most = errors or error_range([row["error"] for row in rows])
-    most = max(most, 1.01 * least)  # a scale needs a range
-    legend = alt.Legend(title="relative error", format=".2~p", gradientLength=200, tickCount=4)
-    scale = alt.Scale(type="log", scheme="viridis", domain=[least, most], clamp=True)
-    dark = alt.datum.error < least * (most / least) ** WHITE_UP_TO
-    chart = _map(
-        rows,
-        cells(error="mean(error)").transform_calculate(shown=f"max(datum.error, {least})"),
-        alt.Color("shown:Q", scale=scale, legend=legend),
-        alt.Text("error:Q", format=".2~p"),
-        dark,
-        alt.Tooltip("error:Q", title="relative error", format=".4~g"),
-        selected,
-    )
-    return Drawing("Relative error", chart, rows)
-
-
-def bits_map(layers: Iterable[LayerRecord], selected: str = "") -> Drawing:
-    """Draw the bits of the codes of S in every layer that has a grid."""
-    rows: list[dict[str, Any]] = []
-    bits: set[int] = set()
-    for row in layer_rows(layers):
-        if "bits" in row:
-            rows.append(row)
-            bits.add(row["bits"])
-    least = min(bits)
-    most = max(*bits, least + 1)  # A scale needs a range.
-    legend = alt.Legend(title="bits", format="d", values=list(range(least, most + 1)))
-    scale = alt.Scale(scheme="viridis", domain=[least, most])
-    dark = alt.datum.bits < least + (most - least) * WHITE_UP_TO
-    chart = _map(
-        rows,
-        cells(error="mean(error)", bits="mean(bits)", stored="mean(bits per weight)"),
-        alt.Color("bits:Q", scale=scale, legend=legend),
-        alt.Text("bits:Q", format=".2~f"),
-        dark,
-        alt.Tooltip("stored:Q", title="bits per weight, with scales and L", format=".3~g"),
-        selected,
-    )
-    note = "More bits went to the layers whose rounding changes the predictions most."
-    if len(bits) == 1:
-        note = ""
-    return Drawing("Bits of S", chart, rows, note)
-
-
-def _map(
-    rows: list[dict[str, Any]],
-    data: alt.Chart,
-    colour: alt.Color,
-    text: alt.Text,
-    dark: Any,
-    figure: alt.Tooltip,
-    selected: str,
-) -> alt.LayerChart | alt.FacetChart:
-    """Draw a coloured cell with a number for each block and kind, and mark one of them.
-
-    Args:
-        data: the rows after `cells`.
-        dark: the condition on which a cell is so dark that its text is white.
-        figure: the value that the tooltip shows below the layer's name.
-    """
-    parameter = alt.param(name="layer", value=selected)
+    form = MAPS[name]
+    rows = cells(values, form.joined)
+    shown = [row["value"] for row in rows]
+    positive = [value for value in [*others, *shown] if value > 0] or [1.0]
+    least = min(positive)
+    most = max(positive)
+    scale = alt.Scale(scheme="viridis", domain=[0, most])
+    if form.logarithmic:
+        ends = [least, max(most, 1.01 * least)]  # a scale needs a range
+        scale = alt.Scale(scheme="viridis", type="log", domain=ends, clamp=True)
+    legend = alt.Legend(title=form.figure, format=form.format, gradientLength=200, tickCount=4)
     axis = alt.Axis(orient="top", labelAngle=-35, labelLimit=110)
+    data = alt.Chart(ROWS).transform_calculate(shown=f"max(datum.value, {least})")
     data = data.encode(
         alt.X("kind:N", sort=None, title=None, axis=axis),
         alt.Y("block:O"),
-        tooltip=["layer:N", figure],
+        tooltip=["layer:N", alt.Tooltip("value:Q", title=form.figure, format=".4~g")],
     )
-    text_colour = alt.condition(dark, alt.value("#fff"), alt.value("#000"))
-    shown = data.mark_rect(cursor="pointer").encode(color=colour)
-    numbers = data.mark_text(fontSize=10, cursor="pointer").encode(text=text, color=text_colour)
-    frame = data.mark_rect(fill=None, stroke=HUES[1], strokeWidth=3).transform_filter(
-        alt.datum.layer == parameter
+    colours = data.mark_rect(cursor="pointer").encode(
+        alt.Color("shown:Q", scale=scale, legend=legend)
     )
+    # Black and white text have a contrast of 4.5 or more on this side of the limit.
+    dark = "luminance(scale('color', datum.shown)) < 0.18"
+    numbers = data.mark_text(fontSize=10, cursor="pointer").encode(
+        alt.Text("value:Q", format=form.format),
+        color=alt.condition(dark, alt.value("#fff"), alt.value("#000")),
+    )
+    parameter = alt.param(name="layer", value=selected)
+    frame = data.mark_rect(fill=None, stroke=HUES[1], strokeWidth=3)
+    frame = frame.transform_filter(alt.datum.layer == parameter)
     blocks = {row["block"] for row in rows}
-    chart = alt.layer(shown, numbers, frame).properties(width=alt.Step(44), height=22 * len(blocks))
-    return chart.add_params(parameter)
+    chart = alt.layer(colours, numbers, frame).properties(
+        width=alt.Step(44), height=22 * len(blocks)
+    )
+    return Drawing(form.title, chart.add_params(parameter), rows)

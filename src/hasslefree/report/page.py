@@ -3,8 +3,7 @@
 import base64
 import functools
 import hashlib
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import vl_convert
@@ -13,12 +12,11 @@ from markupsafe import Markup
 
 from hasslefree.checkpoint.card import trained
 from hasslefree.escaping import escaped_within
-from hasslefree.packed.spec import LayerSpec
-from hasslefree.report.charts import comparisons, dense_bytes, run_charts
-from hasslefree.report.content import Content, Parts, Run, place
-from hasslefree.report.drawing import ASSETS, CONFIG, Drawing
+from hasslefree.report.charts import comparisons, run_charts
+from hasslefree.report.content import Content, place
+from hasslefree.report.drawing import ASSETS, CONFIG
 from hasslefree.report.samples import Samples
-from hasslefree.units import duration, size
+from hasslefree.units import duration, significant, size, span
 
 
 def render(content: Content, samples: Sequence[Samples] = ()) -> str:
@@ -27,43 +25,29 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
     Args:
         samples: those of each run, or none.
     """
-    selected = selected_layers(content.runs)
-    charts_of_runs: list[dict[str, Drawing]] = []
     compared = comparisons(content)
     charts = dict(compared)
-    for index, (run, layer) in enumerate(zip(content.runs, selected, strict=True)):
-        drawings = run_charts(run, content, layer)
-        charts_of_runs.append(drawings)
-        for name, drawing in drawings.items():
-            charts[f"{name}-{index}"] = drawing
-    definitions = {name: drawing.on_page() for name, drawing in charts.items()}
-    texts: dict[str, None] = {}
-    tasks: dict[str, None] = {}
-    held_out = False
-    evaluations = list(content.others.values())
-    specs: list[LayerSpec] = []
-    for run in content.runs:
-        evaluations.append(run.evaluation)
-        held_out = held_out or bool(run.record.held_out)
-        specs.extend(layer.spec for layer in run.record.layers)
+    for index, run in enumerate(content.runs):
+        worst = max(run.record.layers, key=lambda layer: layer.relative_error)
+        charts.update(run_charts(run, content, str(index), worst.name))
+    evaluations = [*content.others.values(), *(run.evaluation for run in content.runs)]
+    texts: dict[str, float] = {}
+    tasks: dict[str, float] = {}
     for evaluation in evaluations:
-        texts.update(dict.fromkeys(evaluation.perplexity))
-        tasks.update(dict.fromkeys(evaluation.tasks))
+        texts.update(evaluation.perplexity)
+        tasks.update(evaluation.tasks)
     scripts = [vega_bundle(), (ASSETS / "page.js").read_text(encoding="utf-8")]
+    definitions = {name: drawing.on_page() for name, drawing in charts.items()}
     return (
         environment()
         .get_template("page.html")
         .render(
             content=content,
             runs=content.runs,
-            lead=lead(Parts.of(specs)),
-            selected=selected,
-            run_charts=charts_of_runs,
+            charts=charts,
             comparisons=compared,
             texts=list(texts),
             tasks=list(tasks),
-            held_out=held_out,
-            dense_bytes={name: dense_bytes(name, content.runs) for name in content.others},
             samples=samples,
             vega=vl_convert.get_vega_version(),
             data={"config": CONFIG, "charts": definitions},
@@ -84,18 +68,13 @@ def environment() -> Environment:
         lstrip_blocks=True,
         finalize=without_control_characters,
     )
-    made.filters |= {
-        "percent": percent,
-        "error": error_figure,
-        "size": size,
-        "duration": duration,
-        "precise": precise_duration,
-        "range": number_range,
-        "leading": leading,
-        "trained": trained,
-        "layer": layer_text,
-        "leaf": leaf,
-    }
+    made.filters["duration"] = duration
+    made.filters["layer"] = layer_text
+    made.filters["leading"] = leading
+    made.filters["percent"] = percent
+    made.filters["size"] = size
+    made.filters["span"] = span
+    made.filters["trained"] = trained
     return made
 
 
@@ -104,29 +83,6 @@ def without_control_characters(value: Any) -> Any:
     if isinstance(value, Markup):
         return value
     return escaped_within(value)
-
-
-def selected_layers(runs: Sequence[Run]) -> list[str]:
-    """The layer that each folder shows first: the worst of the first folder, or else its own."""
-    selected: list[str] = []
-    for run in runs:
-        names = {layer.name for layer in run.record.layers}
-        if selected and selected[0] in names:
-            selected.append(selected[0])
-        else:
-            worst = max(run.record.layers, key=lambda layer: layer.relative_error)
-            selected.append(worst.name)
-    return selected
-
-
-def lead(parts: Parts) -> str:
-    """Say what a compressed layer consists of."""
-    kind = "sparse"
-    if parts.quantised:
-        kind = "sparse or quantised" if parts.sparse else "quantised"
-    if parts.low_rank:
-        return f"every layer in the blocks is the sum of a {kind} matrix S and a low-rank matrix L."
-    return f"every layer in the blocks is a {kind} matrix S, without a low-rank part."
 
 
 def script_hash(script: str) -> str:
@@ -160,40 +116,6 @@ def layer_text(name: str) -> str:
     return f"block {block}, {kind.rpartition('.')[2]}"
 
 
-def leaf(path: str) -> str:
-    """The last part of a path."""
-    return Path(path).name or path
-
-
-def number_range(values: Iterable[int]) -> str:
-    """The least and the greatest of some numbers: 3 to 6, or 4 if all are the same."""
-    numbers = list(values)
-    if min(numbers) == max(numbers):
-        return str(min(numbers))
-    return f"{min(numbers)} to {max(numbers)}"
-
-
-def error_figure(value: float) -> str:
-    """A relative error as a number of the tables."""
-    if value >= 1e-4 or value == 0:
-        return f"{value:.5f}"
-    return f"{value:.2e}"
-
-
-def precise_duration(seconds: float) -> str:
-    """A duration, with tenths of a second below ten seconds."""
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    return duration(seconds)
-
-
 def percent(share: float) -> str:
-    """A share in per cent, two digits of it, and no more than two after the point."""
-    value = 100 * share
-    if 0 < value < 0.005:
-        return "<.01"
-    if value >= 9.95:
-        return f"{value:.0f}"
-    if value >= 0.995:
-        return f"{value:.1f}"
-    return f"{value:.2f}"
+    """A share in per cent, with two digits."""
+    return f"{significant(100 * share, 2):g}"

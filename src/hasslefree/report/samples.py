@@ -7,34 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hasslefree.evaluation.continuation import Continuation, Sampling, Writer, dense_original
-
-
-@dataclass(frozen=True)
-class Text:
-    """What one model wrote: the beginning that the other model wrote too, and the rest from the
-    first token apart.
-    """
-
-    same: str
-    rest: str
+from hasslefree.evaluation.continuation import Sampling, Writer, dense_original
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt. dense: None where there is no dense model. tokens: that both models wrote before
-    they differ.
-    """
+    """One prompt and what the models wrote. dense: None where there is no dense model."""
 
     prompt: str
-    compressed: Text
-    dense: Text | None = None
-    tokens: int = 0
+    compressed: str
+    dense: str | None = None
 
     @property
-    def same(self) -> bool:
-        """Both models wrote the same text to its end."""
-        return self.dense is not None and not self.dense.rest and not self.compressed.rest
+    def same(self) -> int:
+        """The number of characters that both texts begin with."""
+        if self.dense is None:
+            return len(self.compressed)
+        for count, pair in enumerate(zip(self.compressed, self.dense, strict=False)):
+            if pair[0] != pair[1]:
+                return count
+        return min(len(self.compressed), len(self.dense))
 
 
 @dataclass(frozen=True)
@@ -64,63 +56,23 @@ def sample_folders(
         options: those of `load_model`.
     """
     sampling = Sampling(max_new_tokens)
-    by_model: dict[str, list[Continuation]] = {}
+    by_model: dict[str, list[str]] = {}
+
+    def texts_of(model: str) -> list[str]:
+        if model not in by_model:
+            writer = Writer.load(model, **options)
+            by_model[model] = [writer.write(prompt, sampling).text for prompt in prompts]
+        return by_model[model]
+
     samples: list[Samples] = []
     for folder in folders:
         name = dense
         remark = None
         if dense is None:
             name, remark = dense_original(folder)
-        compressed, tokenizer = write(str(folder), prompts, sampling, options)
-        if name is None or name == "none":
-            alone = []
-            for prompt, one in zip(prompts, compressed, strict=True):
-                alone.append(Sample(prompt, Text(one.text, "")))
-            samples.append(Samples(tuple(alone), remark))
-            continue
-        if name not in by_model:
-            by_model[name], _ = write(name, prompts, sampling, options)
-        both = []
-        for prompt, one, other in zip(prompts, compressed, by_model[name], strict=True):
-            both.append(sample(tokenizer, prompt, one, other))
-        samples.append(Samples(tuple(both)))
+        texts: list[list[str]] = [texts_of(str(folder))]
+        if name is not None and name != "none":
+            texts.append(texts_of(name))
+        rows = zip(prompts, *texts, strict=True)
+        samples.append(Samples(tuple(Sample(*row) for row in rows), remark))
     return samples
-
-
-def write(
-    name: str, prompts: Iterable[str], sampling: Sampling, options: dict[str, Any]
-) -> tuple[list[Continuation], Any]:
-    """Continue each prompt with a model, which is not kept; return its tokenizer too."""
-    writer = Writer.load(name, **options)
-    return [writer.write(prompt, sampling) for prompt in prompts], writer.tokenizer
-
-
-def sample(
-    tokenizer: Any,
-    prompt: str,
-    compressed: Continuation,
-    dense: Continuation,
-) -> Sample:
-    """Part both texts at the first token that differs."""
-    tokens = shared(compressed.tokens, dense.tokens)
-    start = tokenizer.decode(compressed.tokens[:tokens], skip_special_tokens=True)
-    return Sample(prompt, parted(compressed.text, start), parted(dense.text, start), tokens)
-
-
-def parted(text: str, start: str) -> Text:
-    """Part a text after its common beginning with `start`.
-
-    A character may be of several tokens: without the last of them, it is decoded as another one.
-    """
-    same = shared(start, text)
-    return Text(text[:same], text[same:])
-
-
-def shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Count the elements that two sequences have in common at their beginning."""
-    count = 0
-    for first, second in zip(one, other, strict=False):
-        if first != second:
-            break
-        count += 1
-    return count
