@@ -18,7 +18,7 @@ from hasslefree.checkpoint import resume as journal
 from hasslefree.checkpoint.journal import Progress
 from hasslefree.errors import CheckpointError, HasslefreeError, OutputError, WriteError
 from hasslefree.pipeline import layers
-from hasslefree.train.optimizer import Masters
+from hasslefree.train.optimizer import BlockOptimizer
 from tests.listeners import by_layer
 from tests.tiny_models import build, segments
 
@@ -112,7 +112,7 @@ def test_matching_predictions_is_done_again_or_has_been_done(place, tmp_path, mo
         monkeypatch.setattr(owner, name, call)
 
     if place == "a step":
-        dying(Masters, "update")
+        dying(BlockOptimizer, "update")
     elif place == "a new file":
         dying(journal.Unfinished, "_save", lambda self, file, tensors: "model-" in file, at=3)
     elif place == "the journal":
@@ -122,8 +122,8 @@ def test_matching_predictions_is_done_again_or_has_been_done(place, tmp_path, mo
     with pytest.raises(KeyboardInterrupt):
         compress(tmp_path / "out", recipe)
     steps = []
-    step = Masters.update
-    monkeypatch.setattr(Masters, "update", lambda *args: steps.append(1) or step(*args))
+    step = BlockOptimizer.update
+    monkeypatch.setattr(BlockOptimizer, "update", lambda *args: steps.append(1) or step(*args))
     compress(tmp_path / "out", recipe, resume=True)
     assert bool(steps) == (place != "an old file")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")

@@ -8,7 +8,7 @@ from hasslefree import Grid
 from hasslefree.core.factors import nearest
 from hasslefree.packed.linear import SparseLowRankLinear
 from hasslefree.solve.methods.joint_on_grid import JointOnGrid
-from hasslefree.train.optimizer import Masters, norms
+from hasslefree.train.optimizer import BlockOptimizer, norms
 
 UNITS = torch.logspace(-1, 1, 16)
 RATE = 1e-2
@@ -59,7 +59,7 @@ def test_scales_and_offsets_move_in_units_of_their_groups(kind):
     (weight.flatten(1) * gradient).sum().backward()
     next(run)
     codes = layer.weight_packed.clone()
-    trained = Masters(torch.nn.Sequential(layer), {layer: UNITS}, RATE)
+    trained = BlockOptimizer(torch.nn.Sequential(layer), {layer: UNITS}, RATE)
     (layer.unpacked() * gradient).sum().backward()
     trained.update(1.0)
     torch.testing.assert_close(layer.weight_scale.detach(), (masters["scale"] / group).detach())
@@ -76,7 +76,7 @@ def test_coded_factors_are_trained_through_their_rounding():
     u, v = (factor.detach() for factor in layer.factors())
     masters = [u.clone(), v * UNITS]
     optimizer = torch.optim.Adam([{"params": [m], "lr": RATE * rms(m)} for m in masters], eps=1e-12)
-    trained = Masters(torch.nn.Sequential(layer), {layer: UNITS}, RATE)
+    trained = BlockOptimizer(torch.nn.Sequential(layer), {layer: UNITS}, RATE)
     for _ in range(2):
         rounded = [nearest(m / unit, torch.float32).values() for m, unit in zip(masters, (1, UNITS), strict=True)]
         torch.testing.assert_close(layer.factors()[0].detach(), rounded[0])

@@ -22,7 +22,7 @@ from hasslefree.planning.machine import in_one_pass
 from hasslefree.planning.schedule import Training, passes_over, segments_for
 from hasslefree.progress import READ_BACK, Phase
 from hasslefree.train.reference import Reference
-from hasslefree.train.trainer import train
+from hasslefree.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -106,9 +106,10 @@ def train_whole(job: Job, walk: Walk, reference: Reference) -> PredictionRecord:
     keep_graphs = in_one_pass(values, walk.weights.device)
     optimizer_device = None if walk.storage == "device" else torch.device("cpu")
     restore = partial(bring_back, walk, work)
-    return train(
-        walk, reference, settings, restore, job.world, optimizer_device, keep_graphs, job.deadline
+    trainer = Trainer(
+        walk, reference, settings, job.world, optimizer_device, keep_graphs, job.deadline
     )
+    return trainer.train(restore)
 
 
 def rewrite(job: Job, walk: Walk, predictions: PredictionRecord, writing: Phase) -> None:

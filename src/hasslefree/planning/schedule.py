@@ -27,7 +27,6 @@ class Training:
             shows no improvement: the effect of a step on the output grows with the width.
         batch: tokens per step.
         validations: how often the model is validated during training.
-        betas, epsilon: of Adam. Gradients differ widely in size, so epsilon is tiny.
     """
 
     learning_rate: float = 0.0015
@@ -35,8 +34,6 @@ class Training:
     retreats: int = 2
     batch: int = 2048
     validations: int = 4
-    betas: tuple[float, float] = (0.9, 0.999)
-    epsilon: float = 1e-12
 
     def rate(self, step: float, steps: float) -> float:
         """The learning rate in a step, as a share of the peak. step, steps: in steps or seconds."""

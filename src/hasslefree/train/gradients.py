@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -79,31 +79,24 @@ class BlockGraph:
     ):
         self.block = block
         self.call = call
-        self.leaf: Tensor | None = inputs.detach()
-        self.output: Tensor | None = None
+        self.inputs = inputs.detach()
+        self.outputs: Tensor | None = None
         self.computing = ExitStack()
-        self.merged = ExitStack()
 
     def checkpoint(self) -> Tensor:
         """The outputs of the block, (segments, tokens, width), without its activations."""
-        assert self.leaf is not None
         with computing(self.block), torch.no_grad():
-            return self.call.run(self.block, self.leaf)
+            return self.call.run(self.block, self.inputs)
 
     def forward(self) -> Tensor:
         """The outputs of the block, (segments, tokens, width); its activations are kept.
 
         The block is `computing` until `close`.
         """
-        assert self.leaf is not None
         self.computing.enter_context(computing(self.block, unpack=False))
-        layers = compressed_layers(self.block).values()
-        trained = [layer for layer in layers if layer.weight.requires_grad]
-        with torch.enable_grad():
-            self.merged.enter_context(merged_for_gradients(trained))
-            self.leaf.requires_grad_()
-            self.output = self.call.run(self.block, self.leaf)
-        return self.output.detach()
+        with torch.enable_grad(), merged(self.block):
+            self.outputs = self.call.run(self.block, self.inputs.requires_grad_())
+        return self.outputs.detach()
 
     def backward(self, gradients: Tensor) -> Tensor:
         """The gradients with respect to the inputs; those of the block's values go to `grad`.
@@ -111,23 +104,18 @@ class BlockGraph:
         Args:
             gradients: with respect to the outputs. Both (segments, tokens, width).
         """
-        if self.output is None:
+        if self.outputs is None:
             self.forward()
-        leaf = self.leaf
-        output = self.output
-        assert leaf is not None
-        assert output is not None
-        self.leaf = self.output = None  # freed with the last reference, as soon as autograd is done
-        output.backward(gradients)
-        self.merged.close()
-        if leaf.grad is None:
-            return torch.zeros_like(leaf)
-        return leaf.grad
+        assert self.outputs is not None
+        self.outputs.backward(gradients)
+        self.outputs = None
+        if self.inputs.grad is None:
+            return torch.zeros_like(self.inputs)
+        return self.inputs.grad
 
     def close(self) -> None:
         """Free the activations, and let the block compute as before."""
-        self.leaf = self.output = None
-        self.merged.close()
+        self.outputs = None
         self.computing.close()
 
 
@@ -157,18 +145,13 @@ def input_scales(
 
 
 @contextmanager
-def merged_for_gradients(layers: Sequence[SparseLowRankLinear]) -> Iterator[None]:
-    """Within it, layers multiply by S + u v at once; at the end its gradient goes to values and
-    factors.
-    """
+def merged(block: nn.Module) -> Iterator[None]:
+    """Within it, the trained layers of a block multiply by S + u v at once."""
+    layers = [layer for layer in compressed_layers(block).values() if layer.weight.requires_grad]
     try:
-        sums = [merged_weight(layer) for layer in layers]
-        for layer, merged in zip(layers, sums, strict=True):
-            layer.merged_weight = merged.detach().requires_grad_()
+        for layer in layers:
+            layer.merged_weight = merged_weight(layer)
         yield
-        for layer, merged in zip(layers, sums, strict=True):
-            if layer.merged_weight is not None and layer.merged_weight.grad is not None:
-                merged.backward(layer.merged_weight.grad)
     finally:
         for layer in layers:
             layer.merged_weight = None

@@ -27,14 +27,17 @@ from hasslefree.core.low_rank import LowRank
 from hasslefree.distributed import ALONE, World
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
 
+# Gradients differ widely in size.
+EPSILON = 1e-12
+
 
 @dataclass(eq=False)
 class Variable:
     """A tensor that is trained.
 
     Args:
-        leaf: what the model computes with, and what has the gradient. start: of the master, in
-            units of `unit`.
+        leaf: what the model computes with, and what has the gradient.
+        master: what Adam moves, in units of `unit`.
         store: writes a new value, in the working dtype, where the layer keeps it; None for the leaf
             itself.
         scale, middle: of an offset: the variable of its scale, and how many scales the master is
@@ -42,7 +45,7 @@ class Variable:
     """
 
     leaf: Tensor
-    start: Tensor
+    master: Tensor
     unit: Tensor
     store: Callable[[Tensor], None] | None = None
     scale: "Variable | None" = None
@@ -62,16 +65,15 @@ class Variable:
             self.leaf.copy_(value.to(self.dtype))
 
 
-class Masters:
+class BlockOptimizer:
     """Adam on float32 masters of what is trained of a block.
 
     Args:
         scales: D of each compressed layer.
-        learning_rate, betas, epsilon: of Adam; the rate at its peak, times the root mean square of
-            each tensor.
-        world: the processes whose gradients are added. fixed: ids of weights of norms that are not
-            trained.
+        learning_rate: at its peak, times the root mean square of each tensor.
+        world: the processes whose gradients are added.
         device: of the masters, where Adam runs; None for that of the block.
+        fixed: ids of weights of norms that are not trained.
     """
 
     def __init__(
@@ -79,29 +81,21 @@ class Masters:
         block: nn.Module,
         scales: Mapping[SparseLowRankLinear, Tensor],
         learning_rate: float,
-        betas: tuple[float, float] = (0.9, 0.999),
-        epsilon: float = 1e-12,
         world: World = ALONE,
         device: torch.device | None = None,
         fixed: Container[int] = (),
     ):
         self.variables = list(variables_of(block, scales, fixed))
         self.world = world
-        self.units = [variable.unit.to(device) for variable in self.variables]
-        self.masters = [variable.start.to(device) for variable in self.variables]
-        sizes: dict[Variable, float] = {}
-        for variable, master in zip(self.variables, self.masters, strict=True):
-            del variable.start
-            sizes[variable] = rms(master)
-        self.peaks: list[float] = []
         groups: list[dict[str, Any]] = []
-        for variable, master in zip(self.variables, self.masters, strict=True):
-            peak = learning_rate * sizes[variable.scale or variable]
-            self.peaks.append(peak)
-            groups.append({"params": [master], "lr": peak})
+        for variable in self.variables:
+            variable.master = variable.master.to(device)
+            variable.unit = variable.unit.to(device)
+            typical = rms((variable.scale or variable).master)
+            groups.append({"params": [variable.master], "peak": learning_rate * typical})
         self.optimizer: torch.optim.Adam | None = None
         if groups:  # a block may have been left dense
-            self.optimizer = torch.optim.Adam(groups, betas=betas, eps=epsilon, fused=True)
+            self.optimizer = torch.optim.Adam(groups, eps=EPSILON, fused=True)
 
     @torch.no_grad()
     def update(self, rate: float) -> None:
@@ -110,34 +104,30 @@ class Masters:
         """
         if self.optimizer is None:
             return
-        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-            group["lr"] = peak * rate
-        gradients = self.gradients()
-        for variable, master, unit in zip(self.variables, self.masters, self.units, strict=True):
-            master.grad = gradients[variable].to(master.device) / unit
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * rate
+        for variable, gradient in self.gradients().items():
+            variable.master.grad = gradient.to(variable.master.device) / variable.unit
         self.optimizer.step()
-        for variable, master, unit in zip(self.variables, self.masters, self.units, strict=True):
-            variable.write(master / unit)
-            master.grad = None
+        for variable in self.variables:
+            variable.write(variable.master / variable.unit)
+            variable.master.grad = None
 
     def gradients(self) -> dict[Variable, Tensor]:
         """Those of all processes, with respect to the masters in the units of the leaves."""
         gradients: dict[Variable, Tensor] = {}
-        for variable, master in zip(self.variables, self.masters, strict=True):
+        for variable in self.variables:
             # No gradient is a gradient of zero, for every number of processes: one without a
             # segment of the mini-batch has none to add, and a parameter that a mini-batch does not
             # reach still moves by its momentum.
             leaf = variable.leaf
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            gradient = gradient.to(master.dtype)
             leaf.grad = None
-            self.world.add(gradient)
-            gradients[variable] = gradient
+            gradients[variable] = gradient.to(variable.master.dtype)
+            self.world.add(gradients[variable])
         for variable in self.variables:
             if variable.scale is not None:
-                gradients[variable.scale] = (
-                    gradients[variable.scale] - variable.middle * gradients[variable]
-                )
+                gradients[variable.scale] -= variable.middle * gradients[variable]
         return gradients
 
 
@@ -162,8 +152,7 @@ def plain(leaf: Tensor, unit: Tensor | None = None) -> Variable:
     """A tensor that is stored as it is. unit: of its master weights; None for 1."""
     if unit is None:
         unit = torch.ones((), device=leaf.device)
-    start = leaf.detach().to(working_dtype(leaf), copy=True) * unit
-    return Variable(leaf, start, unit)
+    return Variable(leaf, leaf.detach().to(working_dtype(leaf)) * unit, unit)
 
 
 def variables_of_sparse(layer: SparseLowRankLinear, scale: Tensor) -> Iterator[Variable]:
@@ -181,8 +170,8 @@ def variables_of_sparse(layer: SparseLowRankLinear, scale: Tensor) -> Iterator[V
     if grid.offset:
         offset = layer.get_parameter("weight_offset")
         middle = (grid.top + 1) / 2
-        start = plain(offset, unit).start + middle * steps.start
-        yield Variable(offset, start, unit, scale=steps, middle=middle)
+        centre = plain(offset, unit).master + middle * steps.master
+        yield Variable(offset, centre, unit, scale=steps, middle=middle)
 
 
 def variables_of_factors(layer: SparseLowRankLinear, scale: Tensor) -> Iterator[Variable]:
@@ -192,11 +181,11 @@ def variables_of_factors(layer: SparseLowRankLinear, scale: Tensor) -> Iterator[
         return
     u, v = (factor.detach().to(working_dtype(factor)) for factor in factors)
     if layer.spec.factor_bits is None:
-        assert layer.low_rank_u is not None
-        assert layer.low_rank_v is not None
         balanced = LowRank(u, v * scale).balanced()
-        yield Variable(layer.low_rank_u, balanced.u, torch.ones((), device=u.device))
-        yield Variable(layer.low_rank_v, balanced.v, scale)
+        yield Variable(
+            layer.get_parameter("low_rank_u"), balanced.u, torch.ones((), device=u.device)
+        )
+        yield Variable(layer.get_parameter("low_rank_v"), balanced.v, scale)
         return
     # Not balanced: they are mixed so that rounding costs little.
     for name, leaf, unit in (("low_rank_u", u, torch.ones_like(u[0, 0])), ("low_rank_v", v, scale)):

@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import cycle
 
 import torch
@@ -40,7 +40,7 @@ from hasslefree.packed.linear import compressed_layers
 from hasslefree.planning.schedule import Training
 from hasslefree.progress import PREDICTIONS, REFERENCE
 from hasslefree.train.gradients import BlockGraph, Divergence, input_scales
-from hasslefree.train.optimizer import Masters, norms
+from hasslefree.train.optimizer import BlockOptimizer, norms
 from hasslefree.train.reference import Reference
 
 logger = logging.getLogger(__name__)
@@ -65,59 +65,6 @@ def reference_of(
     ):
         pass
     return Reference(segments, hidden, total, tokens)
-
-
-def train(
-    walk: Walk,
-    reference: Reference,
-    settings: Training,
-    restore: Callable[[], None],
-    world: World = ALONE,
-    optimizer_device: torch.device | None = None,
-    keep_graphs: bool = False,
-    deadline: float | None = None,
-) -> PredictionRecord:
-    """Train the surviving values of all blocks in place on the predictions of the dense model.
-
-    Args:
-        walk: through the compressed model, all of it in memory.
-        restore: puts its blocks back as they are now.
-        world: the processes that share the segments as `World.share` does, each with the same
-            model.
-        optimizer_device: where the master weights and the moments of Adam are and Adam runs; None
-            for the device of each block.
-        keep_graphs: keep the activations of all blocks for the backward pass, in place of gradient
-            checkpointing.
-        deadline: end of training, by the clock of the phases of `walk`; None for the passes of the
-            reference.
-
-    Returns:
-        What was done. A model that would be worse on the validation segments is put back.
-    """
-    if deadline is None:
-        tokens_per_step = settings.tokens(reference.seqlen)
-        steps = math.ceil(len(reference.training) * reference.seqlen / tokens_per_step)
-        length = steps * reference.passes
-        unit = "steps"
-    else:
-        length = max(round(deadline - time.perf_counter()), 1)
-        unit = "seconds"
-    # Embeddings and head are read once, not at every step.
-    with walk.outside(), walk.phases.phase(PREDICTIONS, length, unit) as phase:
-        for retreat in range(settings.retreats + 1):
-            tried = replace(settings, learning_rate=settings.learning_rate / 3**retreat)
-            trainer = Trainer(
-                walk, reference, tried, world, optimizer_device, keep_graphs, deadline
-            )
-            attempt = trainer.train(retreat == settings.retreats, phase.reach)
-            trainer.close()
-            # Before the next trainer is made: its master weights are the largest arrays of all.
-            del trainer
-            if not attempt.improved:
-                restore()
-            if attempt.improved_at_first and attempt.finite:
-                break
-    return attempt.record(tried.learning_rate)
 
 
 @dataclass
@@ -165,55 +112,99 @@ class Batch:
     length: float
 
 
+@dataclass
 class Trainer:
-    """A compressed model with the master weights of its blocks; arguments as for `train`."""
+    """Training of the surviving values of all blocks, in place.
 
-    def __init__(
-        self,
-        walk: Walk,
-        reference: Reference,
-        settings: Training,
-        world: World = ALONE,
-        optimizer_device: torch.device | None = None,
-        keep_graphs: bool = False,
-        deadline: float | None = None,
-    ):
-        self.walk = walk
-        self.reference = reference
-        self.settings = settings
-        self.world = world
-        self.keep_graphs = keep_graphs
-        self.deadline = deadline
-        self.blocks = walk.blocks.modules
-        self.calls: list[BlockCall] = []
-        self.masters: list[Masters] = []
-        hidden = walk.entering(reference.segments[:MEASURED])
+    Args:
+        walk: through the compressed model, all of it in memory.
+        world: the processes that share the segments as `World.share` does, each with the same
+            model.
+        optimizer_device: where the master weights and the moments of Adam are and Adam runs; None
+            for the device of each block.
+        keep_graphs: keep the activations of all blocks for the backward pass, in place of gradient
+            checkpointing.
+        deadline: end of training, in seconds of the performance counter; None for the passes of the
+            reference.
+    """
+
+    walk: Walk
+    reference: Reference
+    settings: Training
+    world: World = ALONE
+    optimizer_device: torch.device | None = None
+    keep_graphs: bool = False
+    deadline: float | None = None
+    calls: list[BlockCall] = field(default_factory=list, init=False)
+    optimizers: list[BlockOptimizer] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.blocks = self.walk.blocks.modules
+
+    def train(self, restore: Callable[[], None]) -> PredictionRecord:
+        """Train, with a lower learning rate if the first validation shows no improvement.
+
+        Args:
+            restore: puts the blocks back as they are now.
+
+        Returns:
+            What was done. A model that would be worse on the validation segments is put back.
+        """
+        phases = self.walk.phases
+        if self.deadline is None:
+            length = len(self.mini_batches()) * self.reference.passes
+            unit = "steps"
+        else:
+            length = max(round(self.deadline - time.perf_counter()), 1)
+            unit = "seconds"
+        retreats = self.settings.retreats
+        # Embeddings and head are read once, not at every step.
+        with self.walk.outside(), phases.phase(PREDICTIONS, length, unit) as phase:
+            for retreat in range(retreats + 1):
+                learning_rate = self.settings.learning_rate / 3**retreat
+                self.open(learning_rate)
+                attempt = self.attempt(retreat == retreats, phase.reach)
+                self.close()
+                if not attempt.finite:
+                    logger.warning(
+                        "%s: the predictions became NaN or Inf at the learning rate %g",
+                        PREDICTIONS,
+                        learning_rate,
+                    )
+                if not attempt.improved:
+                    restore()
+                if attempt.improved_at_first and attempt.finite:
+                    break
+        return attempt.record(learning_rate)
+
+    def open(self, learning_rate: float) -> None:
+        """Make the optimizers of the blocks, and train with this rate at its peak."""
+        hidden = self.walk.entering(self.reference.segments[:MEASURED])
         # A weight of several blocks cannot change while the graph of one of them still needs it.
         uses = Counter(id(weight) for block in self.blocks for weight in norms(block))
         shared = {key for key, count in uses.items() if count > 1}
-        for block, call in zip(self.blocks, walk.calls, strict=True):
+        for block, call in zip(self.blocks, self.walk.calls, strict=True):
             call = with_batching(block, call, hidden)
-            masters = Masters(
-                block,
-                input_scales(block, call, hidden, world),
-                settings.learning_rate,
-                settings.betas,
-                settings.epsilon,
-                world,
-                optimizer_device,
-                shared,
-            )
+            scales = input_scales(block, call, hidden, self.world)
             self.calls.append(call)
-            self.masters.append(masters)
+            self.optimizers.append(
+                BlockOptimizer(
+                    block, scales, learning_rate, self.world, self.optimizer_device, shared
+                )
+            )
             run_block(block, call, hidden)
 
     def close(self) -> None:
-        """Let coded factors be read from their codes again."""
+        """Free the optimizers, the largest arrays of all, and let coded factors be read from their
+        codes again.
+        """
+        self.calls.clear()
+        self.optimizers.clear()
         for block in self.blocks:
             for layer in compressed_layers(block).values():
                 layer.wide_factors.clear()
 
-    def train(self, last: bool, reached: Callable[[int], None] = lambda done: None) -> Attempt:
+    def attempt(self, last: bool, reached: Callable[[int], None] = lambda done: None) -> Attempt:
         """Train on the passes over the segments, or until the deadline.
 
         Args:
@@ -230,8 +221,8 @@ class Trainer:
                 f"({option('dtype', 'float32')})"
             )
         with ExitStack() as opened:
-            for block, masters in zip(self.blocks, self.masters, strict=True):
-                leaves = [variable.leaf for variable in masters.variables]
+            for block, optimizer in zip(self.blocks, self.optimizers, strict=True):
+                leaves = [variable.leaf for variable in optimizer.variables]
                 opened.enter_context(only_trained(block, leaves))
             validated = 0
             for batch in self.batches():
@@ -245,27 +236,26 @@ class Trainer:
                     continue
                 validated = due
                 attempt.history.append(self.validate())
-                self.log(attempt)
+                logger.debug(
+                    "%s: %d tokens, KL %.4f (before training %.4f)",
+                    PREDICTIONS,
+                    attempt.tokens,
+                    attempt.history[-1],
+                    attempt.before,
+                )
                 if not attempt.finite or not (last or attempt.improved_at_first):
                     break
         return attempt
 
-    def log(self, attempt: Attempt) -> None:
-        """Log the last validation."""
-        progress = "%s: %d tokens, KL %.4f (before training %.4f)"
-        logger.debug(progress, PREDICTIONS, attempt.tokens, attempt.history[-1], attempt.before)
-        if not attempt.finite:
-            logger.warning(
-                "%s: the predictions became NaN or Inf at the learning rate %g",
-                PREDICTIONS,
-                self.settings.learning_rate,
-            )
+    def mini_batches(self) -> list[range]:
+        """The global indices of the segments of each step of a pass."""
+        training = self.reference.training
+        size = self.settings.tokens(self.reference.seqlen) // self.reference.seqlen
+        return [training[first : first + size] for first in range(0, len(training), size)]
 
     def batches(self) -> Iterator[Batch]:
         """The mini-batches, counted in steps without a deadline, and in seconds with one."""
-        training = self.reference.training
-        size = self.settings.tokens(self.reference.seqlen) // self.reference.seqlen
-        batches = [training[first : first + size] for first in range(0, len(training), size)]
+        batches = self.mini_batches()
         if self.deadline is None:
             batches *= self.reference.passes
             for step, segments in enumerate(batches, 1):
@@ -289,8 +279,8 @@ class Trainer:
             rate: share of the peak learning rate.
         """
         if not segments:
-            for masters in reversed(self.masters):
-                masters.update(rate)
+            for optimizer in reversed(self.optimizers):
+                optimizer.update(rate)
             return
         graphs: list[BlockGraph] = []
         with ExitStack() as opened:
@@ -301,10 +291,10 @@ class Trainer:
                 graphs.append(graph)
                 states = graph.forward() if self.keep_graphs else graph.checkpoint()
             gradients = self.loss_gradients(segments, states)
-            for masters in reversed(self.masters):
+            for optimizer in reversed(self.optimizers):
                 graph = graphs.pop()
                 gradients = graph.backward(gradients)
-                masters.update(rate)
+                optimizer.update(rate)
                 graph.close()
 
     def entering(self, segments: Sequence[int]) -> Tensor:
