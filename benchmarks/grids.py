@@ -25,7 +25,7 @@ from harness.layers import METHODS, build_method, stored_bytes
 from harness.problems import Problem, few_problems
 from harness.record import RESULTS, geometric_mean, machine, resumed, write
 from harness.rounding import BRAIN, WAYS, Twice
-from hasslefree import Budget, Gram, Prune
+from hasslefree import Budget, Gram, LowRank, Prune
 
 # Name → the method, the pattern, how many times the rank, and the bits of the factors.
 ROWS: dict[str, tuple[str, str, int, int | None]] = {
@@ -101,7 +101,7 @@ def added_losses(problem: Problem, name: str, pattern: str, rank: int) -> dict[s
     """The loss with factors rounded in every way, over that of the factors as the method found them."""
     method, weight, gram = build_method(name), problem.weight.to(BRAIN).float(), problem.gram.to(problem.weight)
     allowed, rank = Budget(pattern, rank).resolve(*weight.shape)
-    solution = method.solve(weight, method.prepare(gram), allowed, rank, torch.Generator().manual_seed(0))
+    solution = method.solve(weight, method.prepare(gram), allowed, LowRank.gaussian_start(weight, rank, 0))
     target, h = (weight - solution.sparse).double(), gram.matrix.double()
     low_rank, exact = solution.low_rank.to(torch.float64).balanced(), Gram(h, gram.tokens)
     before = exact.loss(target - low_rank.product())

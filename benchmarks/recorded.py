@@ -58,7 +58,7 @@ class BlockThreshold(Unstructured):
         threshold = score.flatten().sort().values[int(score.numel() * self.sparsity)]
         return score > threshold
 
-    def restricted(self, start: int, stop: int, width: int) -> Unstructured:
+    def restricted(self, inputs: slice, width: int) -> Unstructured:
         return self
 
 

@@ -19,7 +19,8 @@ class LowRankFirst(Method):
     def prepare(self, gram):
         return gram.diagonal**self.power  # (in,): the size of each input
 
-    def solve(self, weight, scale, pattern, rank, generator):
+    def solve(self, weight, scale, pattern, start):
+        rank = start.rank
         scale = scale.clamp_min(1e-6 * scale.max())
         u, s, v = (weight * scale).svd()
         low_rank = LowRank(u[:, :rank] * s[:rank], v[:, :rank].T / scale)

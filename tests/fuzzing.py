@@ -26,7 +26,7 @@ from hasslefree import (
 from hasslefree.core.patterns import Pattern
 from hasslefree.solve.admm import SupportPenalty
 from hasslefree.solve.low_rank import LOW_RANK_SOLVERS
-from hasslefree.solve.low_rank.exact import Exact
+from hasslefree.solve.low_rank.svd import Exact
 from hasslefree.solve.methods import METHODS
 from hasslefree.solve.pruners import PRUNERS
 

@@ -62,7 +62,7 @@ def by_steps(
     """A way that takes some of the steps of `quantised`."""
 
     def way(target: Tensor, h: Tensor, start: LowRank) -> Tensor:
-        mixing = hartley(start.u) if mix else torch.eye(start.rank, dtype=torch.float64)
+        mixing = hartley(start.rank, start.u.device) if mix else torch.eye(start.rank, dtype=torch.float64)
         u, v = start.u @ mixing, round_v(mixing @ start.v)
         if not refit:
             return round_u(u) @ v

@@ -20,10 +20,10 @@ from .pipeline.compress import compress as compress
 from .recipe.recipe import Recipe as Recipe
 from .solve.decompose import decompose as decompose
 from .solve.low_rank.adam import Adam as Adam
-from .solve.low_rank.exact import Exact as Exact
 from .solve.low_rank.subspace import Subspace as Subspace
 from .solve.low_rank.svd import SVD as SVD
 from .solve.low_rank.svd import DiagonalSVD as DiagonalSVD
+from .solve.low_rank.svd import Exact as Exact
 from .solve.low_rank.svd import RandomizedSVD as RandomizedSVD
 from .solve.methods.alternating import AlternatingMinimization as AlternatingMinimization
 from .solve.methods.joint import Joint as Joint

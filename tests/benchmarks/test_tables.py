@@ -129,7 +129,7 @@ def test_a_block_is_cut_as_the_public_code_of_sparsegpt_cuts_it(monkeypatch):
     """Oracle: by hand. Of four scores at sparsity 0.5 the third smallest is the threshold, and is not kept."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     pattern = importlib.import_module("recorded").BlockThreshold(2, sparsity=0.5)
-    assert pattern.restricted(0, 4, 8).mask(torch.tensor([[3.0, 1.0], [4.0, 2.0]])).tolist() == [
+    assert pattern.restricted(slice(0, 4), 8).mask(torch.tensor([[3.0, 1.0], [4.0, 2.0]])).tolist() == [
         [False, False],
         [True, False],
     ]

@@ -117,7 +117,8 @@ def test_the_search_takes_the_best_of_its_ranges(grid, seed):
     weight = oracles.problem(3, 16, seed=seed, dtype=torch.float64)[0]
     weight[0, 3] = 9.0
     parts = weight.unflatten(1, (grid.groups(16), -1))
-    found = (grid.nearest(parts, *grid.fit(parts, ranges=40)) - parts).square()
+    equal = torch.ones(parts.shape[-1], dtype=torch.float64)
+    found = (grid.search(parts, 40, equal).nearest(parts) - parts).square()
     best = torch.full(parts.shape[:2], torch.inf, dtype=torch.float64)
     for step in range(40):
         high, low = parts.amax(-1), parts.amin(-1)

@@ -152,7 +152,7 @@ def test_an_input_that_rounding_alone_tells_from_others_is_an_error(dtype, least
 
 def test_masked_cg_never_rises_on_a_singular_matrix():
     """Directions along which the inputs cancel have a curvature that is made of rounding."""
-    for tokens, seed in itertools.product((1, 2), range(250)):
+    for tokens, seed in itertools.product((1, 2), range(60)):
         target, h = oracles.problem(12, 8, tokens=tokens, seed=seed)
         mask = torch.rand(12, 8, generator=torch.Generator().manual_seed(seed)) < 0.5
         for start in (torch.zeros(12, 8), target * mask):

@@ -58,7 +58,7 @@ def test_the_largest_are_kept_and_ties_go_to_the_left(score, data):
 @given(st.integers(0, 40), st.integers(1, 7), st.sampled_from([Unstructured, Row, Structured]))
 def test_parts_of_a_pattern_add_up(count, block, kind):
     cuts = [*range(0, 40, block), 40]
-    parts = [kind(count).restricted(a, b, 40).count for a, b in pairwise(cuts)]
+    parts = [kind(count).restricted(slice(a, b), 40).count for a, b in pairwise(cuts)]
     assert sum(parts) == count
 
 

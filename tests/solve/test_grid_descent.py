@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hasslefree import Gram, Grid
-from hasslefree.core.grids import Scaling
+from hasslefree.core.grids import Levels, Scaling
 from hasslefree.core.patterns import KnownSupport, SemiStructured
 from hasslefree.core.protocols import Pruned
 from hasslefree.solve.grid_descent import Group, descend
@@ -17,18 +17,22 @@ KINDS = {"whole": {}, "symmetric": {"symmetric": True}, "offset": {"offset": Tru
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
+def everything(matrix):
+    return torch.ones_like(matrix, dtype=torch.bool)
+
+
 def swept(grid, support=None, out=6, width=32, seed=0):
     """A target, H, and what GPTQ's sweep makes of them, in float64."""
     target, h = oracles.problem(out, width, seed=seed, dtype=torch.float64)
     gram = Gram(h, 1).damped(0.01)
-    pattern = KnownSupport(torch.ones_like(target, dtype=torch.bool) if support is None else support)
+    pattern = KnownSupport(everything(target) if support is None else support)
     pruner = SparseGPT(grid=grid)
     return target, gram.matrix, pruner.prune(target, pruner.prepare(gram), pattern)
 
 
 def whole_group(start, part, scale, zero, target, h):
     """All inputs of a layer as one group, with values (in, out)."""
-    return Group(start.scaling.grid, part, torch.ones_like(part), scale, zero, h @ (target.T - part), h)
+    return Group(Levels(start.scaling.grid, scale, zero), part, torch.ones_like(part), h @ (target.T - part), h)
 
 
 @kinds
@@ -38,7 +42,7 @@ def test_every_pass_lowers_the_loss_and_stays_on_the_grid(kind, group, bits):
     target, h, start = swept(Grid(bits, group, **KINDS[kind]))
     losses = [oracles.loss(target - start.sparse, h)]
     for passes in (1, 2, 4):
-        found = descend(target, start, h, None, passes)
+        found = descend(target, start, h, everything(target), passes)
         losses.append(oracles.loss(target - found.sparse, h))
         torch.testing.assert_close(found.scaling.nearest(found.sparse), found.sparse, rtol=1e-12, atol=1e-12)
         codes = found.scaling.codes(found.sparse)
@@ -53,7 +57,7 @@ def test_a_single_change_of_a_code_cannot_help_any_more(kind):
     """Oracle: every other code of every entry, one at a time."""
     grid = Grid(2, 8, **KINDS[kind])
     target, h, start = swept(grid, out=2, width=8)
-    found = descend(target, start, h, None, 50)
+    found = descend(target, start, h, everything(target), 50)
     codes, least = found.scaling.codes(found.sparse).long(), oracles.loss(target - found.sparse, h)
     for i, j, code in itertools.product(range(2), range(8), range(4)):
         tried = codes.clone()
@@ -68,7 +72,7 @@ def test_a_group_gets_the_scale_and_the_offset_of_least_squares(kind):
     grid = start.scaling.grid
     scale, zero = start.scaling.scale[:, 0] * 1.1, start.scaling.zero[:, 0].clone()
     codes = start.scaling.codes(start.sparse).double()
-    part = start.scaling.grid.values(codes.clone(), scale[:, None], zero[:, None]).T.contiguous()
+    part = Levels(grid, scale[:, None], zero[:, None]).values(codes.clone()).T.contiguous()
     group = whole_group(start, part, scale, zero, target, h)
     group.rescale()
     root = torch.linalg.cholesky(h).T
@@ -93,7 +97,7 @@ def test_a_support_is_kept():
 def test_a_group_of_zeros_changes_nothing():
     grid = Grid(4, 8)
     zeros = Pruned(torch.zeros(2, 8), Scaling(grid, torch.ones(2, 1), torch.zeros(2, 1)))
-    found = descend(torch.zeros(2, 8), zeros, torch.eye(8), None, 2)
+    found = descend(torch.zeros(2, 8), zeros, torch.eye(8), everything(zeros.sparse), 2)
     assert not found.sparse.any()
     assert found.scaling.scale.isfinite().all()
 

@@ -115,7 +115,7 @@ def quantised(
         dtype: the dtype of the scales, which is the model's.
     """
     balanced = low_rank.balanced()
-    mixing = hartley(low_rank.u)
+    mixing = hartley(low_rank.rank, weight.device)
     v = nearest(mixing @ balanced.v.double(), dtype)
     rounded_v = v.values().to(weight.dtype)
     image = gram.matrix @ rounded_v.T
@@ -128,12 +128,11 @@ def quantised(
     return CodedFactors(swept(u, norm, dtype), v)
 
 
-def hartley(like: Tensor) -> Tensor:
+def hartley(rank: int, device: torch.device) -> Tensor:
     """The discrete Hartley transform, (cos + sin)(2πjk / r) / √r: (r, r), its own inverse
     (Bracewell, 1983).
     """
-    rank = like.shape[1]
-    steps = torch.arange(rank, device=like.device)
+    steps = torch.arange(rank, device=device)
     angle = (torch.outer(steps, steps) % rank).double() * (2 * math.pi / rank)
     return (angle.cos() + angle.sin()) / math.sqrt(rank)
 

@@ -89,16 +89,6 @@ class Gram:
         return self.diagonal > 0
 
     @property
-    def variances(self) -> Tensor:
-        """(in,): H_jj − mean², the variance of each input; negative values, from rounding, are set
-        to zero.
-
-        Raises:
-            MomentError: the Gram has no mean.
-        """
-        return (self.diagonal - self.means.square()).clamp_min(0)
-
-    @property
     def means(self) -> Tensor:
         """(in,): the mean of each input. Raises MomentError where the Gram has none."""
         if self.mean is None:
@@ -125,6 +115,11 @@ class Gram:
         diagonal[diagonal == 0] = 1.0
         return Gram(matrix, self.tokens, self.mean)
 
+    def scaled(self, scale: Tensor) -> "Gram":
+        """D⁻¹HD⁻¹ for D = diag(scale), (in,), without a mean."""
+        outer = torch.outer(scale, scale)
+        return Gram(torch.div(self.matrix, outer, out=outer), self.tokens)
+
     def remarks(self) -> tuple[str, ...]:
         """Unusual properties of the inputs, one sentence each, for the report of a layer."""
         width = len(self.matrix)
@@ -143,10 +138,6 @@ class Gram:
         """f = tr(R H Rᵀ), the mean squared output error per token, of a residual R, (out, in)."""
         product = residual @ self.matrix
         return max(torch.sum(product.mul_(residual), dtype=torch.float64).item(), 0.0)
-
-    def relative_error(self, residual: Tensor, weight: Tensor) -> float:
-        """tr(R H Rᵀ) / tr(W H Wᵀ); 0 where both vanish. residual, weight: (out, in)."""
-        return relative(self.loss(residual), self.loss(weight))
 
 
 def relative(loss: float, norm: float) -> float:

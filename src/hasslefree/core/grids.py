@@ -11,6 +11,7 @@ significant bits of bfloat16: they are the same numbers in every dtype that S is
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -92,7 +93,7 @@ class Grid(Checked):
         """The largest code."""
         return (1 << self.bits) - 1
 
-    def check(self, shape: tuple[int, int], pattern: "Pattern | None" = None) -> None:
+    def check(self, shape: Sequence[int], pattern: "Pattern | None" = None) -> None:
         """Raise GridError if a weight (out, in) cannot have this grid, alone or with a pattern."""
         if self.group is not None:
             self._check_group(self.group, shape[1], pattern)
@@ -131,38 +132,36 @@ class Grid(Checked):
             return 1
         return width // self.group
 
-    def fit(
-        self,
-        entries: Tensor,
-        ranges: int = 1,
-        weights: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Scale and zero, (…, 1) each, of groups of entries (…, n), in the dtype of the entries.
+    def fit(self, entries: Tensor) -> "Levels":
+        """The levels of groups of entries (…, n), from the smallest entry to the largest (arXiv
+        2210.17323): scale and zero (…, 1), in the dtype of the entries.
+        """
+        return self._spanning(*self._ends(entries))
+
+    def search(self, entries: Tensor, ranges: int, weights: Tensor) -> "Levels":
+        """The levels with the smallest weighted sum of squared rounding errors in each group.
 
         Args:
+            entries: as for `fit`.
             ranges: the number of ranges of values that are tried for a group, from 1 to
-                1 / NARROWER. The first range reaches from the smallest entry to the largest (arXiv
-                2210.17323), and each further one is narrower by a share NARROWER of the first. The
-                range with the smallest sum of squared rounding errors wins.
-            weights: the weights of those squares, (n,); None for equal ones.
+                1 / NARROWER. The first range is that of `fit`, and each further one is narrower by
+                a share NARROWER of the first.
+            weights: the weights of the squares, (n,).
         """
         low, high = self._ends(entries)
-        scale, zero = self._spanning(low, high)
-        if ranges == 1:
-            return scale, zero
         centre = (low + high) / 2 if self.offset else 0.0
-        best_error = self._error(entries, scale, zero, weights)
+        best = self._spanning(low, high)
+        least = best.error(entries, weights)
         for step in range(1, ranges):
             share = 1 - NARROWER * step
-            new_low = centre + (low - centre) * share
-            new_high = centre + (high - centre) * share
-            new_scale, new_zero = self._spanning(new_low, new_high)
-            error = self._error(entries, new_scale, new_zero, weights)
-            better = error < best_error
-            best_error = torch.where(better, error, best_error)
-            scale = torch.where(better, new_scale, scale)
-            zero = torch.where(better, new_zero, zero)
-        return scale, zero
+            tried = self._spanning(
+                centre + (low - centre) * share, centre + (high - centre) * share
+            )
+            error = tried.error(entries, weights)
+            better = error < least
+            least = torch.where(better, error, least)
+            best = best.replaced(better, tried)
+        return best
 
     def _ends(self, entries: Tensor) -> tuple[Tensor, Tensor]:
         """The ends of the whole range of values of groups (…, n): (…, 1) each."""
@@ -177,73 +176,25 @@ class Grid(Checked):
             low = -high
         return low, high
 
-    def _error(
-        self,
-        entries: Tensor,
-        scale: Tensor,
-        zero: Tensor,
-        weights: Tensor | None,
-    ) -> Tensor:
-        """The weighted sum of squared rounding errors of each group (…, n): (…, 1)."""
-        squares = (entries - self.nearest(entries, scale, zero)).square_()
-        if weights is not None:
-            squares.mul_(weights)
-        return squares.sum(-1, keepdim=True)
-
-    def _spanning(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale and zero with which the codes run from low to high. Without an offset,
-        low ≤ 0 ≤ high.
-        """
+    def _spanning(self, low: Tensor, high: Tensor) -> "Levels":
+        """Levels whose codes run from low to high. Without an offset, low ≤ 0 ≤ high."""
         span = stored((high - low) / self.top)
         scale = torch.where(span > 0, span, 1.0)  # a group of equal entries
         if self.offset:
-            return scale, stored((low + high - self.top * span) / 2)
-        if self.symmetric:
-            return scale, torch.full_like(scale, (self.top + 1) / 2)
-        return scale, (-low / scale).round_().clamp_(0, self.top)
-
-    def nearest(
-        self,
-        entries: Tensor,
-        scale: Tensor,
-        zero: Tensor,
-    ) -> Tensor:
-        """The values on the grid that are nearest to entries; scale and zero broadcast with
-        them.
-        """
-        return self.values(self.codes(entries, scale, zero), scale, zero)
-
-    def values(
-        self,
-        codes: Tensor,
-        scale: Tensor,
-        zero: Tensor,
-    ) -> Tensor:
-        """The values of codes, which are overwritten, in the dtype of the scale."""
-        if self.offset:
-            return codes.mul_(scale).add_(zero)
-        return codes.sub_(zero).mul_(scale)
-
-    def codes(
-        self,
-        entries: Tensor,
-        scale: Tensor,
-        zero: Tensor,
-    ) -> Tensor:
-        """The codes of the nearest values, whole numbers in the dtype of the entries."""
-        if self.offset:
-            codes = ((entries - zero) / scale).round_()
+            zero = stored((low + high - self.top * span) / 2)
+        elif self.symmetric:
+            zero = torch.full_like(scale, (self.top + 1) / 2)
         else:
-            codes = (entries / scale).round_().add_(zero)
-        return codes.clamp_(0, self.top)
+            zero = (-low / scale).round_().clamp_(0, self.top)
+        return Levels(self, scale, zero)
 
     def scaling(self, matrix: Tensor) -> "Scaling":
         """Scales and zeros that suit a matrix (out, in); GridError if the groups do not divide its
         inputs.
         """
-        self.check((matrix.shape[0], matrix.shape[1]))
-        scale, zero = self.fit(matrix.unflatten(1, (self.groups(matrix.shape[1]), -1)))
-        return Scaling(self, scale.squeeze(-1), zero.squeeze(-1))
+        self.check(matrix.shape)
+        levels = self.fit(matrix.unflatten(1, (self.groups(matrix.shape[1]), -1)))
+        return Scaling(self, levels.scale.squeeze(-1), levels.zero.squeeze(-1))
 
     def empty_scaling(self, like: Tensor) -> "Scaling":
         """A scaling for a matrix (out, in), to be written into group by group."""
@@ -258,8 +209,8 @@ def stored(numbers: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Scaling:
-    """The scale and the zero of each group of a matrix (out, in): (out, groups), floating.
+class Levels:
+    """The values that entries may have: scale and zero broadcast with the entries.
 
     The zero is a code, a whole number; on a grid with an offset, it is the value of code 0.
     """
@@ -268,33 +219,74 @@ class Scaling:
     scale: Tensor
     zero: Tensor
 
+    def codes(self, entries: Tensor) -> Tensor:
+        """The codes of the nearest values, whole numbers in the dtype of the entries."""
+        if self.grid.offset:
+            codes = ((entries - self.zero) / self.scale).round_()
+        else:
+            codes = (entries / self.scale).round_().add_(self.zero)
+        return codes.clamp_(0, self.grid.top)
+
+    def values(self, codes: Tensor) -> Tensor:
+        """The values of codes, which are overwritten, in the dtype of the scale."""
+        if self.grid.offset:
+            return codes.mul_(self.scale).add_(self.zero)
+        return codes.sub_(self.zero).mul_(self.scale)
+
+    def nearest(self, entries: Tensor) -> Tensor:
+        """The values that are nearest to entries."""
+        return self.values(self.codes(entries))
+
+    def error(self, entries: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum of squared rounding errors of each group (…, n): (…, 1)."""
+        squares = (entries - self.nearest(entries)).square_()
+        return squares.mul_(weights).sum(-1, keepdim=True)
+
+    def replaced(self, where: Tensor, other: "Levels") -> "Levels":
+        """These levels, and other ones in some groups."""
+        scale = torch.where(where, other.scale, self.scale)
+        return Levels(self.grid, scale, torch.where(where, other.zero, self.zero))
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The scale and the zero of each group of a matrix (out, in), as in `Levels`: (out, groups),
+    floating.
+    """
+
+    grid: Grid
+    scale: Tensor
+    zero: Tensor
+
+    def levels(self) -> Levels:
+        """Those of entries by group, (out, groups, n), in the working dtype."""
+        dtype = working_dtype(self.scale)
+        scale = self.scale.to(dtype).unsqueeze(-1)
+        return Levels(self.grid, scale, self.zero.to(dtype).unsqueeze(-1))
+
+    def at(self, j: int) -> Levels:
+        """Those of the entries of input j, (out,); writing to them changes the group of j."""
+        g = j // self.grid.group if self.grid.group else 0
+        return Levels(self.grid, self.scale[:, g], self.zero[:, g])
+
+    def by_group(self, matrix: Tensor) -> Tensor:
+        """A matrix (out, in) as (out, groups, n)."""
+        return matrix.unflatten(1, (self.scale.shape[1], -1))
+
     def codes(self, matrix: Tensor) -> Tensor:
         """The codes, uint8, of the values nearest to a matrix (out, in); exact for one on the grid
         in float32.
         """
-        parts = matrix.unflatten(1, (self.scale.shape[1], -1))
-        codes = self.grid.codes(parts, self.scale.unsqueeze(-1), self.zero.unsqueeze(-1))
-        return codes.flatten(1).to(torch.uint8)
+        return self.levels().codes(self.by_group(matrix)).flatten(1).to(torch.uint8)
 
     def values(self, codes: Tensor) -> Tensor:
         """The values of codes (out, in) of any dtype, rounded once to the dtype of the scale."""
-        dtype = working_dtype(self.scale)
-        parts = codes.to(dtype, copy=True).unflatten(1, (self.scale.shape[1], -1))
-        scale = self.scale.to(dtype).unsqueeze(-1)
-        zero = self.zero.to(dtype).unsqueeze(-1)
-        return self.grid.values(parts, scale, zero).flatten(1).to(self.scale.dtype)
+        parts = self.by_group(codes.to(working_dtype(self.scale), copy=True))
+        return self.levels().values(parts).flatten(1).to(self.scale.dtype)
 
     def nearest(self, matrix: Tensor) -> Tensor:
         """The matrix on the grid that is nearest to a matrix (out, in)."""
-        parts = matrix.unflatten(1, (self.scale.shape[1], -1))
-        return self.grid.nearest(parts, self.scale.unsqueeze(-1), self.zero.unsqueeze(-1)).flatten(
-            1
-        )
-
-    def nearest_column(self, column: Tensor, j: int) -> Tensor:
-        """The values on the grid that are nearest to those of input j: (out,)."""
-        g = j // self.grid.group if self.grid.group else 0
-        return self.grid.nearest(column, self.scale[:, g], self.zero[:, g])
+        return self.levels().nearest(self.by_group(matrix)).flatten(1)
 
 
 @dataclass(frozen=True)

@@ -44,23 +44,17 @@ class LowRank:
         cls,
         weight: Tensor,
         rank: int,
-        generator: torch.Generator,
+        seed: int,
     ) -> "LowRank":
         """L = 0 for a weight (out, in): u gaussian, v zero.
 
         The paper (arXiv 2502.00899, Algorithm 2) writes W transposed: its U = 0 is v here, and its
-        gaussian V is u. The numbers are drawn on the generator's device, which makes a seed mean
-        the same on every device.
+        gaussian V is u. The numbers are drawn on the CPU, which makes a seed mean the same on every
+        device.
         """
-        shape = (weight.shape[0], rank)
-        u = torch.randn(shape, generator=generator, dtype=torch.float32, device=generator.device)
+        generator = torch.Generator().manual_seed(seed)
+        u = torch.randn(weight.shape[0], rank, generator=generator, dtype=torch.float32)
         return cls(u.to(weight), weight.new_zeros(rank, weight.shape[1]))
-
-    @classmethod
-    def nothing(cls, weight: Tensor, rank: int = 0) -> "LowRank":
-        """L = 0 for a weight (out, in), with both factors zero."""
-        out, width = weight.shape
-        return cls(weight.new_zeros(out, rank), weight.new_zeros(rank, width))
 
 
 def truncated_svd(matrix: Tensor, rank: int) -> LowRank:

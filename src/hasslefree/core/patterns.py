@@ -6,7 +6,8 @@ A score (out, in) is the loss that removing an entry costs, and `Structured` add
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -21,7 +22,7 @@ SAMPLES = 1 << 11
 
 
 class Pattern(ABC):
-    """The entries that a pruner may keep of a weight of one shape."""
+    """The entries that a pruner may keep of a weight of one shape, which `check` accepts."""
 
     name: ClassVar[str]
 
@@ -34,11 +35,11 @@ class Pattern(ABC):
         return None
 
     @abstractmethod
-    def check(self, shape: tuple[int, int]) -> None:
+    def check(self, shape: Sequence[int]) -> None:
         """Raise PatternError if a weight (out, in) cannot have this pattern."""
 
     @abstractmethod
-    def kept(self, shape: tuple[int, int]) -> int:
+    def kept(self, shape: Sequence[int]) -> int:
         """The number of kept entries of a weight (out, in)."""
 
     @abstractmethod
@@ -46,15 +47,8 @@ class Pattern(ABC):
         """The entries to keep, bool (out, in), of the largest scores (out, in)."""
 
     @abstractmethod
-    def restricted(
-        self,
-        start: int,
-        stop: int,
-        width: int,
-    ) -> "Pattern":
-        """The part of the pattern of a weight with `width` inputs that falls to the inputs from
-        start to stop − 1.
-        """
+    def restricted(self, inputs: slice, width: int) -> "Pattern":
+        """The part of the pattern of a weight with `width` inputs that falls to some of them."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +72,10 @@ class SemiStructured(Pattern):
         return f"{self.n}:{self.m}"
 
     @property
-    def group(self) -> int | None:
+    def group(self) -> int:
         return self.m
 
-    def check(self, shape: tuple[int, int]) -> None:
+    def check(self, shape: Sequence[int]) -> None:
         if shape[1] % self.m:
             raise PatternError(
                 f"pattern {self} does not fit a layer of {shape[1]} inputs, no multiple of"
@@ -89,78 +83,74 @@ class SemiStructured(Pattern):
                 f" {option('sparsity', round(1 - self.n / self.m, 2))}"
             )
 
-    def kept(self, shape: tuple[int, int]) -> int:
+    def kept(self, shape: Sequence[int]) -> int:
         return shape[0] * shape[1] // self.m * self.n
 
     def mask(self, score: Tensor) -> Tensor:
-        self.check((score.shape[0], score.shape[1]))
         groups = score.reshape(-1, self.m)
         kept = largest(groups, self.n) if self.m > PAIRWISE else largest_by_pairs(groups, self.n)
         return kept.reshape(score.shape)
 
-    def restricted(
-        self,
-        start: int,
-        stop: int,
-        width: int,
-    ) -> "SemiStructured":
+    def restricted(self, inputs: slice, width: int) -> "SemiStructured":
         return self
 
 
 @dataclass(frozen=True)
-class Unstructured(Pattern):
-    """The `count` largest entries of the whole matrix."""
+class Counted(Pattern):
+    """A pattern that keeps a number of things."""
 
-    name: ClassVar[str] = "unstructured"
+    counted: ClassVar[str]
     count: int
 
-    def check(self, shape: tuple[int, int]) -> None:
-        _check_count(self, self.count, shape[0] * shape[1], "entries")
+    def limit(self, shape: Sequence[int]) -> int:
+        """The largest count for a weight (out, in)."""
+        return shape[1]
 
-    def kept(self, shape: tuple[int, int]) -> int:
+    def check(self, shape: Sequence[int]) -> None:
+        limit = self.limit(shape)
+        if not 0 <= self.count <= limit:
+            raise PatternError(
+                f"pattern {self} must keep from 0 to {limit} {self.counted}, got {self.count}"
+            )
+
+    def kept(self, shape: Sequence[int]) -> int:
+        return shape[0] * self.count
+
+    def restricted(self, inputs: slice, width: int) -> "Counted":
+        """Consecutive parts add up to the count exactly. They have no unit."""
+        return type(self)(self.count * inputs.stop // width - self.count * inputs.start // width)
+
+
+@dataclass(frozen=True)
+class Unstructured(Counted):
+    """The `count` largest entries of the whole matrix."""
+
+    name = "unstructured"
+    counted = "entries"
+
+    def limit(self, shape: Sequence[int]) -> int:
+        return math.prod(shape)
+
+    def kept(self, shape: Sequence[int]) -> int:
         return self.count
 
     def mask(self, score: Tensor) -> Tensor:
-        self.check((score.shape[0], score.shape[1]))
         return largest(score.flatten(), self.count).reshape(score.shape)
 
-    def restricted(
-        self,
-        start: int,
-        stop: int,
-        width: int,
-    ) -> "Unstructured":
-        return replace(self, count=_share(self.count, start, stop, width))
-
 
 @dataclass(frozen=True)
-class Row(Pattern):
+class Row(Counted):
     """The `count` largest entries of each row (output)."""
 
-    name: ClassVar[str] = "row"
-    count: int
-
-    def check(self, shape: tuple[int, int]) -> None:
-        _check_count(self, self.count, shape[1], "entries of a row")
-
-    def kept(self, shape: tuple[int, int]) -> int:
-        return shape[0] * self.count
+    name = "row"
+    counted = "entries of a row"
 
     def mask(self, score: Tensor) -> Tensor:
-        self.check((score.shape[0], score.shape[1]))
         return largest(score, self.count)
-
-    def restricted(
-        self,
-        start: int,
-        stop: int,
-        width: int,
-    ) -> "Row":
-        return Row(_share(self.count, start, stop, width))
 
 
 @dataclass(frozen=True)
-class Structured(Pattern):
+class Structured(Counted):
     """`count` whole input channels (columns of the weight) of the largest total score.
 
     Args:
@@ -168,12 +158,12 @@ class Structured(Pattern):
             an attention head.
     """
 
-    name: ClassVar[str] = "structured"
-    count: int
+    name = "structured"
+    counted = "input channels"
     unit: int = 1
 
-    def check(self, shape: tuple[int, int]) -> None:
-        _check_count(self, self.count, shape[1], "input channels")
+    def check(self, shape: Sequence[int]) -> None:
+        super().check(shape)
         if self.unit < 1 or shape[1] % self.unit or self.count % self.unit:
             raise PatternError(
                 f"pattern {self} cannot keep {self.count} of {shape[1]} input channels: both"
@@ -181,53 +171,30 @@ class Structured(Pattern):
                 " unit"
             )
 
-    def kept(self, shape: tuple[int, int]) -> int:
-        return shape[0] * self.count
-
     def mask(self, score: Tensor) -> Tensor:
-        self.check((score.shape[0], score.shape[1]))
         totals = score.sum(0).view(-1, self.unit).sum(1)
         units = largest(totals, self.count // self.unit)
         return units.repeat_interleave(self.unit).expand(score.shape)
-
-    def restricted(
-        self,
-        start: int,
-        stop: int,
-        width: int,
-    ) -> "Structured":
-        return replace(self, count=_share(self.count, start, stop, width), unit=1)
 
 
 @dataclass(frozen=True)
 class KnownSupport(Pattern):
     """A support that is already known: the entries that are set in `known`, bool (out, in)."""
 
-    name: ClassVar[str] = "known support"
+    name = "known support"
     known: Tensor
 
-    def check(self, shape: tuple[int, int]) -> None:
-        if tuple(self.known.shape) != tuple(shape):
-            raise PatternError(
-                f"the given support has shape {tuple(self.known.shape)}; it must have the weight's,"
-                f" {tuple(shape)}"
-            )
+    def check(self, shape: Sequence[int]) -> None:
+        assert self.known.shape == tuple(shape)
 
-    def kept(self, shape: tuple[int, int]) -> int:
-        self.check(shape)
+    def kept(self, shape: Sequence[int]) -> int:
         return int(torch.count_nonzero(self.known))
 
     def mask(self, score: Tensor) -> Tensor:
-        self.check((score.shape[0], score.shape[1]))
         return self.known
 
-    def restricted(
-        self,
-        start: int,
-        stop: int,
-        width: int,
-    ) -> "KnownSupport":
-        return KnownSupport(self.known[:, start:stop])
+    def restricted(self, inputs: slice, width: int) -> "KnownSupport":
+        return KnownSupport(self.known[:, inputs])
 
 
 def largest(score: Tensor, count: int) -> Tensor:
@@ -287,25 +254,3 @@ def largest_by_pairs(score: Tensor, count: int) -> Tensor:
             before[j].add_(first)
             before[i].sub_(first)
     return before.lt_(count).view(torch.bool).T
-
-
-def _share(
-    count: int,
-    start: int,
-    stop: int,
-    width: int,
-) -> int:
-    """The part of `count` that falls to the inputs from start to stop − 1 of width. Consecutive
-    parts add up to it exactly.
-    """
-    return count * stop // width - count * start // width
-
-
-def _check_count(
-    pattern: object,
-    count: int,
-    limit: int,
-    what: str,
-) -> None:
-    if not 0 <= count <= limit:
-        raise PatternError(f"pattern {pattern} must keep from 0 to {limit} {what}, got {count}")

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Generator, Tensor
+from torch import Tensor
 
 from hasslefree.core.factors import CodedFactors
 from hasslefree.core.gram import Gram
@@ -151,6 +151,11 @@ class Solution:
     remarks: tuple[str, ...] = ()
     scaling: Scaling | None = None
 
+    @property
+    def error(self) -> float:
+        """The objective at the end."""
+        return self.history[-1]
+
 
 class Method(Sparsifier, ABC):
     """Solves the whole problem."""
@@ -164,16 +169,14 @@ class Method(Sparsifier, ABC):
         weight: Tensor,
         prepared: Any,
         pattern: Pattern,
-        rank: int,
-        generator: Generator,
+        start: LowRank,
     ) -> Solution:
         """Compute S and L for a weight.
 
         Args:
             weight: W, (out, in); it is not changed.
             prepared: the result of `prepare`.
-            rank: the rank of L.
-            generator: the source of a random start, on the CPU.
+            start: the L to begin with; u is random and v is zero. The result has its rank.
         """
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import eigh, unit_diagonal_scale
+from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
 from hasslefree.errors import FactorizationError
 
@@ -34,7 +35,7 @@ class ScaledSpectrum:
     @classmethod
     def of(cls, gram: Gram) -> "ScaledSpectrum":
         scale = unit_diagonal_scale(gram.diagonal)
-        matrix = gram.matrix / torch.outer(scale, scale)
+        matrix = gram.scaled(scale).matrix
         values, vectors = eigh(matrix.double())
         if values[0] < -1e-5 * values[-1]:
             raise FactorizationError(
@@ -77,8 +78,9 @@ class SupportPenalty:
         weight: Tensor,
         spectrum: ScaledSpectrum,
         pattern: Pattern,
-        fit: Callable[[Tensor], Tensor],
-    ) -> Tensor:
+        start: LowRank,
+        fit: Callable[[Tensor], LowRank],
+    ) -> tuple[Tensor, LowRank]:
         """Run the ADMM for a weight in the units of unit diagonal.
 
         With Y the dual over ρ, the minimum over Z of tr((W−Z−L) H (W−Z−L)ᵀ) + ρ‖Z − S + Y‖² is
@@ -86,23 +88,24 @@ class SupportPenalty:
 
         Args:
             weight: W, (out, in).
-            fit: computes L, (out, in), for a target W − Z; it is called once a round.
+            start: the first L.
+            fit: computes L for a target W − Z, (out, in); it is called once per round.
 
         Returns:
-            Z, the dense copy of S at the end, (out, in).
+            Z, the dense copy of S at the end, (out, in), and L.
         """
         rho = self.start
         resolvent = spectrum.resolvent(rho)
         first = weight * pattern.mask(weight.square())
         sparse = first
         dual = torch.zeros_like(weight)
-        low_rank = torch.zeros_like(weight)
+        low_rank = start
         dense = weight
         checked = sparse != 0
-        kept = max(pattern.kept((weight.shape[0], weight.shape[1])), 1)
+        kept = max(pattern.kept(weight.shape), 1)
         grown = False
         for t in range(1, self.most + 1):
-            free = weight - low_rank
+            free = weight - low_rank.product()
             dense = free + (sparse - dual - free) @ resolvent
             dual += dense
             sparse = dual * pattern.mask(dual.square())
@@ -131,7 +134,7 @@ class SupportPenalty:
             resolvent = spectrum.resolvent(rho)
             if t > self.settled and changed < 0.0003 * kept:
                 break
-        return dense
+        return dense, low_rank
 
     def _growth_for(self, changed: int, kept: int) -> float:
         if changed > 0.1 * kept:

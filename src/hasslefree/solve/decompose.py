@@ -87,7 +87,7 @@ def decompose(
     solver.check(exact_rank)
     check_factor_bits(factor_bits, exact_rank)
     if solver.grid:
-        solver.grid.check((weight.shape[0], weight.shape[1]), exact_pattern)
+        solver.grid.check(weight.shape, exact_pattern)
     prepared = solver.prepare(checked)
     result = solve_layer(
         weight, checked, solver, prepared, exact_pattern, exact_rank, seed, factor_bits
@@ -167,10 +167,8 @@ def solve_layer(
         factors = quantised(low_rank, full, sparse.to(full.dtype), gram, weight.dtype)
         low_rank_in_dtype = factors.values()
         rounding += ", with factors in int8,"
-    after = before
-    if weight.dtype != full.dtype or factors:
-        residual = low_rank_in_dtype.to(full.dtype).residual(full, sparse.to(full.dtype))
-        after = relative(gram.loss(residual), norm)
+    residual = low_rank_in_dtype.to(full.dtype).residual(full, sparse.to(full.dtype))
+    after = relative(gram.loss(residual), norm)
     if not math.isfinite(after):
         raise NonFiniteError(
             f"values of S or L overflow {dtype_name(weight)}; use another dtype"
@@ -202,11 +200,11 @@ def approximation(
     in `solve_layer`.
     """
     weight = live(weight, gram)
-    solution = None if method.grid else unchanged(weight, pattern, rank)
+    start = LowRank.gaussian_start(weight, rank, seed)
+    solution = None if method.grid else unchanged(weight, pattern, start)
     if solution is None:
-        generator = torch.Generator().manual_seed(seed)
         try:
-            solution = method.solve(weight, prepared, pattern, rank, generator)
+            solution = method.solve(weight, prepared, pattern, start)
         except LinAlgError as error:
             remedy = f"raise the damping ({option('damping', 0.01)})"
             raise FactorizationError(f"a factorisation failed: {error}; {remedy}") from None
@@ -248,10 +246,10 @@ def checked_norm(weight: Tensor, gram: Gram) -> float:
 def unchanged(
     weight: Tensor,
     pattern: Pattern,
-    rank: int,
+    start: LowRank,
 ) -> Solution | None:
     """S = W and L = 0 if the pattern keeps every non-zero of W; None otherwise."""
-    kept = pattern.kept((weight.shape[0], weight.shape[1]))
+    kept = pattern.kept(weight.shape)
     if torch.count_nonzero(weight) > kept:
         return None
     if ((weight != 0) & ~pattern.mask(weight.square())).any():
@@ -259,7 +257,7 @@ def unchanged(
     remarks: tuple[str, ...] = ()
     if kept < weight.numel():
         remarks = ("the pattern keeps every non-zero of the weight: S = W, L = 0",)
-    return Solution(weight, LowRank.nothing(weight, rank), (), remarks)
+    return Solution(weight, LowRank(torch.zeros_like(start.u), start.v), (), remarks)
 
 
 def _remarks_on(

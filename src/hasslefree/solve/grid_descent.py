@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hasslefree.core.grids import Grid, Scaling, stored
+from hasslefree.core.grids import Levels, Scaling, stored
 from hasslefree.core.protocols import Pruned
 
 # The number of inputs whose codes are decided before R H is updated for the rest of their group, in
@@ -27,7 +27,7 @@ def descend(
     target: Tensor,
     swept: Pruned,
     norm: Tensor,
-    support: Tensor | None,
+    support: Tensor,
     passes: int,
 ) -> Pruned:
     """S on its grid and its support, with a loss no larger than that of `swept`, up to rounding.
@@ -36,7 +36,7 @@ def descend(
         target: T, (out, in).
         swept: the S to begin with, on a grid.
         norm: H, damped, (in, in).
-        support: bool (out, in); None if every entry has a code.
+        support: the entries that have a code, bool (out, in).
         passes: how often all groups are visited.
     """
     assert swept.scaling is not None
@@ -44,20 +44,18 @@ def descend(
     width = len(norm)
     # Columns become rows, (in, out), so that each update runs over contiguous memory.
     sparse = transposed(swept.sparse)
-    scale = transposed(swept.scaling.scale)
-    zero = transposed(swept.scaling.zero)
-    mask = torch.ones_like(sparse) if support is None else support.T.to(sparse.dtype)
+    scale = transposed(swept.scaling.scale).T
+    scaling = Scaling(grid, scale, transposed(swept.scaling.zero).T)
+    mask = support.T.to(sparse.dtype)
     slopes = norm @ (target.T - sparse)  # H Rᵀ
     size = grid.group or width
     for _ in range(passes):
-        for g, start in enumerate(range(0, width, size)):
+        for start in range(0, width, size):
             inputs = slice(start, start + size)
             group = Group(
-                grid,
+                scaling.at(start),
                 sparse[inputs],
                 mask[inputs],
-                scale[g],
-                zero[g],
                 slopes[inputs].clone(),
                 norm[inputs, inputs],
             )
@@ -66,7 +64,7 @@ def descend(
             for first in range(0, len(before), BLOCK):
                 group.recode(slice(first, first + BLOCK))
             slopes.addmm_(norm[:, inputs], group.values - before, alpha=-1)
-    return Pruned(sparse.T.contiguous(), Scaling(grid, scale.T, zero.T))
+    return Pruned(sparse.T.contiguous(), scaling)
 
 
 def transposed(matrix: Tensor) -> Tensor:
@@ -76,22 +74,19 @@ def transposed(matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Group:
-    """The inputs of a group, in all rows of S. The steps change values, scale, zero and slope in
-    place.
+    """The inputs of a group, in all rows of S. The steps change levels, values and slope in place.
 
     Args:
+        levels: scale and zero, (out,).
         values: of S, (group, out).
         support: 0 or 1, (group, out).
-        scale, zero: (out,).
         slope: of H Rᵀ, (group, out).
         norm: of H, (group, group).
     """
 
-    grid: Grid
+    levels: Levels
     values: Tensor
     support: Tensor
-    scale: Tensor
-    zero: Tensor
     slope: Tensor
     norm: Tensor
 
@@ -99,29 +94,31 @@ class Group:
         """Take the scale and the offset that suit the codes best, in the rows where they lower the
         loss.
         """
-        shifted = self.values - self.zero if self.grid.offset else self.values
-        steps = (shifted / self.scale).round_().mul_(self.support)
+        old = self.levels
+        offset = old.grid.offset
+        shifted = self.values - old.zero if offset else self.values
+        steps = (shifted / old.scale).round_().mul_(self.support)
         weighed = self.norm @ steps
         square = (steps * weighed).sum(0)
         along = (steps * self.slope).sum(0)
-        if self.grid.offset:
+        if offset:
             cross = weighed.sum(0)
             total = self.norm.sum()
             across = self.slope.sum(0)
             determinant = square * total - cross.square()
             determinant = determinant.clamp_min(SINGULAR * square * total)
-            scale = stored(self.scale + (total * along - cross * across) / determinant)
-            zero = stored(self.zero + (square * across - cross * along) / determinant)
+            scale = stored(old.scale + (total * along - cross * across) / determinant)
+            zero = stored(old.zero + (square * across - cross * along) / determinant)
             change = steps * scale + zero - self.values
         else:
-            scale = stored(self.scale + along / square)
-            zero = self.zero
+            scale = stored(old.scale + along / square)
+            zero = old.zero
             change = steps * scale - self.values
         moved = self.norm @ change
         gain = (change * (2 * self.slope - moved)).sum(0)
         better = (gain > 0) & (scale > 0)  # not after a division by zero
-        self.scale.copy_(torch.where(better, scale, self.scale))
-        self.zero.copy_(torch.where(better, zero, self.zero))
+        old.scale.copy_(torch.where(better, scale, old.scale))
+        old.zero.copy_(torch.where(better, zero, old.zero))
         self.values.add_(torch.where(better, change, 0.0))
         self.slope.sub_(torch.where(better, moved, 0.0))
 
@@ -136,7 +133,7 @@ class Group:
         before = values.clone()
         for j in range(len(values)):
             wanted = values[j] + slope[j] / norm[j, j]
-            nearest = self.grid.nearest(wanted, self.scale, self.zero)
+            nearest = self.levels.nearest(wanted)
             change = nearest.mul_(support[j]).sub_(values[j])
             values[j] += change
             slope.addr_(norm[j], change, alpha=-1)

@@ -34,10 +34,10 @@ def project_step(
     """
     compiled = HAS_NUMBA and weight.dtype == torch.float32 and weight.device.type == "cpu"
     if compiled and isinstance(pattern, SemiStructured) and pattern.m in GROUPS:
-        from hasslefree.solve.project_numba import project_groups
+        from hasslefree.solve.project_numba import LANES, project_spans
 
-        pattern.check((weight.shape[0], weight.shape[1]))
-        return project_groups(weight, state, sparse, target, pattern.n, pattern.m)
+        if weight.numel() % (pattern.m * LANES) == 0:
+            return project_spans(weight, state, sparse, target, pattern.n, pattern.m)
     state.add_(sparse)
     mask = pattern.mask(torch.mul(state, state, out=target))
     torch.mul(state, mask, out=sparse)

@@ -2,9 +2,7 @@
 K = H(H + ρI)⁻¹.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count
 
 import torch
 from torch import Tensor
@@ -25,39 +23,29 @@ class ScaledProblem:
     Args:
         scale: D, (in,).
         gram: D⁻¹HD⁻¹.
+        dtype: of the kernels.
         kernels: the cached K of some ρ.
     """
 
     scale: Tensor
     gram: Gram
+    dtype: torch.dtype
     kernels: dict[float, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
-    def kernel(self, rho: float, dtype: torch.dtype) -> Tensor:
-        """K = H(H + ρI)⁻¹ = I − ρ(H + ρI)⁻¹: (in, in)."""
+    def kernel(self, rho: float) -> Tensor:
+        """K = H(H + ρI)⁻¹ = I − ρ(H + ρI)⁻¹: (in, in), computed once for each ρ while there is
+        room.
+        """
+        if rho in self.kernels:
+            return self.kernels[rho]
         shifted = self.gram.matrix.clone()
         shifted.diagonal().add_(rho)
-        kernel = linalg.inverse_(shifted).mul_(-rho)
-        kernel.diagonal().add_(1)
-        return kernel.to(dtype)
-
-    def kernels_from(
-        self,
-        first: int,
-        growth: float,
-        dtype: torch.dtype,
-    ) -> Iterator[Tensor]:
-        """K for ρ = growth^first, growth^(first + 1), …: (in, in), computed once for each ρ while
-        there is room.
-        """
-        for power in count(first):
-            rho = growth**power
-            kernel = self.kernels.get(rho)
-            if kernel is None or kernel.dtype != dtype:
-                kernel = self.kernel(rho, dtype)
-                if (len(self.kernels) + 1) * kernel.nbytes <= cache_bytes(kernel.device.type):
-                    self.kernels[rho] = kernel
-            yield kernel
-            del kernel
+        inverse = linalg.inverse_(shifted).mul_(-rho)
+        inverse.diagonal().add_(1)
+        kernel = inverse.to(self.dtype)
+        if (len(self.kernels) + 1) * kernel.nbytes <= cache_bytes(kernel.device.type):
+            self.kernels[rho] = kernel
+        return kernel
 
 
 def cache_bytes(device: str) -> int:
@@ -65,12 +53,11 @@ def cache_bytes(device: str) -> int:
     return CACHE.get(device, CACHE["cpu"])
 
 
-def refit_scale(matrix: Tensor) -> Tensor:
+def refit_scale(gram: Gram) -> Tensor:
     """D, (in,), with D² = 1/[H⁻¹]_jj, for a positive semi-definite H (in, in) with a positive
     diagonal.
     """
-    diagonal = linalg.unit_diagonal_scale(matrix.diagonal())
-    unit = torch.outer(diagonal, diagonal)
-    torch.div(matrix, unit, out=unit)
+    diagonal = linalg.unit_diagonal_scale(gram.diagonal)
+    unit = gram.scaled(diagonal).matrix
     unit.diagonal().add_(1e-2)
     return diagonal * linalg.inverse_(unit).diagonal().rsqrt()

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hasslefree import Gram, Refit
 from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import Row, SemiStructured, Structured, Unstructured
-from hasslefree.errors import GridError
 from hasslefree.solve.pruners import PRUNERS
 from tests import oracles
 from tests.suited import suited
@@ -110,10 +109,3 @@ def test_what_has_a_grid_is_on_it(name, bits, group, symmetric, pattern, seed):
         assert 0 <= codes.amin() <= codes.amax() <= 2**b - 1
         assert torch.equal(sparse, pruner.prune(weight, pruner.prepare(gram), pattern).sparse)
     assert losses[8] <= losses[bits] * 1.05
-
-
-@pytest.mark.parametrize("name", QUANTISERS)
-def test_groups_that_do_not_go_into_the_inputs(name):
-    weight, h = oracles.problem(4, 48)
-    with pytest.raises(GridError, match="does not divide the 48 inputs of the layer; use group_size=16"):
-        run(PRUNERS[name], weight, h, SemiStructured(2, 4))

@@ -4,8 +4,6 @@ import pytest
 import torch
 
 from hasslefree import Gram, Grid, Row, SemiStructured, SparseGPT, Unstructured
-from hasslefree.errors import GridError
-from hasslefree.solve.pruners import PRUNERS
 from tests import oracles
 
 DENSE = SemiStructured(1, 1)
@@ -42,13 +40,6 @@ def test_the_grid_of_whole_rows_is_fitted_to_what_pruning_alone_leaves():
     assert torch.equal(scaling.nearest(sparse), sparse)
 
 
-def test_for_a_diagonal_gram_gptq_is_plain_rounding():
-    """Nothing can be made good then."""
-    weight, h = oracles.problem(8, 64)
-    h = torch.diag(h.diagonal())
-    assert torch.equal(run(PRUNERS["gptq"], weight, h), run(PRUNERS["rtn"], weight, h))
-
-
 @pytest.mark.parametrize("pattern", [Unstructured(70), Row(11)], ids=str)
 def test_patterns_that_are_chosen_in_blocks(pattern):
     """Oracle: the support of the block without a grid, whose updates eight bits hardly change."""
@@ -57,11 +48,3 @@ def test_patterns_that_are_chosen_in_blocks(pattern):
     alone = run(SparseGPT(64), weight, h, pattern)
     assert not sparse[alone == 0].any()
     assert oracles.loss(weight - sparse, h) < 1.05 * oracles.loss(weight - alone, h)
-
-
-def test_groups_must_not_cut_those_of_the_pattern():
-    weight, h = oracles.problem(4, 40)
-    with pytest.raises(
-        GridError, match="group_size 8 is not a multiple of 5, the group length of the pattern; use a multiple"
-    ):
-        run(SparseGPT(grid=Grid(group=8)), weight, h, SemiStructured(2, 5))

@@ -4,24 +4,25 @@ it.
 
 from hasslefree.core.protocols import About, LowRankSolver
 from hasslefree.solve.low_rank.adam import Adam
-from hasslefree.solve.low_rank.exact import Exact
 from hasslefree.solve.low_rank.subspace import Subspace
-from hasslefree.solve.low_rank.svd import SVD, DiagonalSVD, RandomizedSVD
+from hasslefree.solve.low_rank.svd import SVD, DiagonalSVD, Exact, RandomizedSVD
 
-_TABLE: dict[str, tuple[LowRankSolver, About]] = {
-    "svd": (SVD(), About("truncated SVD; uses no data", "Eckart–Young 1936")),
+_TABLE: dict[str, tuple[LowRankSolver, str, str]] = {
+    "svd": (SVD(), "truncated SVD; uses no data", "Eckart–Young 1936"),
     "randomized-svd": (
         RandomizedSVD(),
-        About("randomised truncated SVD; uses no data", "arXiv 0909.4061"),
+        "randomised truncated SVD; uses no data",
+        "arXiv 0909.4061",
     ),
-    "diagonal-svd": (DiagonalSVD(), About("the optimum for the diagonal of H", "arXiv 2409.13652")),
-    "adam": (Adam(), About("Adam on both factors, in scaled units", "arXiv 2502.00899")),
+    "diagonal-svd": (DiagonalSVD(), "the optimum for the diagonal of H", "arXiv 2409.13652"),
+    "adam": (Adam(), "Adam on both factors, in scaled units", "arXiv 2502.00899"),
     "adam-unscaled": (
         Adam(scaled=False),
-        About("Adam on both factors, without scaling", "arXiv 2502.00899"),
+        "Adam on both factors, without scaling",
+        "arXiv 2502.00899",
     ),
-    "exact": (Exact(), About("the optimum for H, in closed form", "arXiv 2410.21271")),
-    "subspace": (Subspace(), About("orthogonal iteration towards the optimum", "docs: maths")),
+    "exact": (Exact(), "the optimum for H, in closed form", "arXiv 2410.21271"),
+    "subspace": (Subspace(), "orthogonal iteration towards the optimum", "docs: maths"),
 }
-LOW_RANK_SOLVERS = {name: solver for name, (solver, _) in _TABLE.items()}
-ABOUT = {name: about for name, (_, about) in _TABLE.items()}
+LOW_RANK_SOLVERS = {name: solver for name, (solver, _, _) in _TABLE.items()}
+ABOUT = {name: About(*about) for name, (_, *about) in _TABLE.items()}

@@ -35,7 +35,7 @@ class Adam(LowRankSolver):
         scale = torch.ones_like(gram.diagonal)
         if self.scaled:
             scale = unit_diagonal_scale(gram.diagonal)
-        return gram.matrix / torch.outer(scale, scale), scale
+        return gram.scaled(scale).matrix, scale
 
     def fit(
         self,

@@ -1,5 +1,5 @@
-"""Truncated SVD: optimal for H = I (Eckart–Young); its randomised form; and the optimum for a
-diagonal H.
+"""Truncated SVD: optimal for H = I (Eckart–Young); its randomised form; and the optima for a
+diagonal H and for the full H, by whitening.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hasslefree.core.gram import Gram
-from hasslefree.core.linalg import orthonormal, unit_diagonal_scale
+from hasslefree.core.linalg import lower_cholesky, orthonormal, unit_diagonal_scale
 from hasslefree.core.low_rank import LowRank, truncated_svd
 from hasslefree.core.protocols import LowRankSolver
 
@@ -82,3 +82,31 @@ class DiagonalSVD(LowRankSolver):
     ) -> LowRank:
         scaled = self.svd.fit(target * prepared, None, start, round)
         return LowRank(scaled.u, scaled.v / prepared)
+
+
+@dataclass(frozen=True)
+class Exact(LowRankSolver):
+    """L = C_r(T C) C⁻¹ with H = C Cᵀ, because tr((T−L) H (T−L)ᵀ) = ‖(T−L) C‖².
+
+    The paper (arXiv 2502.00899) approaches this point by Adam. EoRA (arXiv 2410.21271) takes the
+    same step with an eigendecomposition of H in the place of the Cholesky factor.
+
+    Args:
+        svd: the SVD that computes C_r: exact, or randomised.
+    """
+
+    svd: SVD | RandomizedSVD = SVD()
+
+    def prepare(self, gram: Gram) -> Tensor:
+        return lower_cholesky(gram.matrix).to(gram.matrix.dtype)
+
+    def fit(
+        self,
+        target: Tensor,
+        prepared: Tensor,
+        start: LowRank,
+        round: int,
+    ) -> LowRank:
+        white = self.svd.fit(target @ prepared, None, start, round)
+        v = torch.linalg.solve_triangular(prepared, white.v, upper=False, left=False)
+        return LowRank(white.u, v)

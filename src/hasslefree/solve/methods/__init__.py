@@ -14,15 +14,13 @@ coordinate descent. Every pruner is also a method, without L.
 """
 
 import dataclasses
-from collections.abc import Collection
 from typing import Any
 
 from hasslefree.core.grids import Grid
 from hasslefree.core.protocols import About, Method
 from hasslefree.errors import BudgetError, GridError, UnknownNameError, option
 from hasslefree.solve.low_rank import LOW_RANK_SOLVERS
-from hasslefree.solve.low_rank.exact import Exact
-from hasslefree.solve.low_rank.svd import SVD, DiagonalSVD, RandomizedSVD
+from hasslefree.solve.low_rank.svd import SVD, DiagonalSVD, Exact, RandomizedSVD
 from hasslefree.solve.methods.alternating import AlternatingMinimization
 from hasslefree.solve.methods.joint import Joint
 from hasslefree.solve.methods.joint_on_grid import JointOnGrid
@@ -41,48 +39,74 @@ REFIT_DAMPING = 0.01
 # Magnitude, Wanda, DSNoT, OATS, rounding, LoftQ and LQ-LoRA are defined by the undamped H: nothing
 # in them is inverted. GoDec and the pursuit do not look at H.
 UNDAMPED = ("magnitude", "wanda", "dsnot", "rtn")
+_TABLE: dict[str, tuple[Method, str, str]] = {
+    "joint": (Joint(), "S and L at once, by ADMM; default if pruning", "docs: joint"),
+    "hassle-free": (
+        AlternatingMinimization(),
+        "alternates sparsegpt and adam",
+        "arXiv 2502.00899",
+    ),
+    "oats": (
+        AlternatingMinimization(
+            Wanda(), DiagonalSVD(), damping=0.0, low_rank_first=True, keep_best=False
+        ),
+        "alternates wanda and diagonal-svd",
+        "arXiv 2409.13652",
+    ),
+    "eora": (
+        AlternatingMinimization(low_rank=Exact(), rounds=1),
+        "prunes by sparsegpt, then fits L exactly",
+        "arXiv 2410.21271",
+    ),
+    "3basil": (
+        ThreeBlock(),
+        "fits S and L at once, by ADMM on three blocks",
+        "arXiv 2603.01376",
+    ),
+    "godec": (
+        AlternatingMinimization(
+            Magnitude(), SVD(), damping=0.0, low_rank_first=True, keep_best=False
+        ),
+        "alternates magnitude and svd; uses no data",
+        "Zhou & Tao 2011",
+    ),
+    "pcp": (
+        PrincipalComponentPursuit(),
+        "robust PCA, cut to the budget; uses no data",
+        "arXiv 0912.3599",
+    ),
+    "losparse": (
+        AlternatingMinimization(OSSCAR(), Exact(), rounds=10),
+        "alternates osscar and exact",
+        "arXiv 2306.11222",
+    ),
+    "loftq": (
+        AlternatingMinimization(RoundToNearest(), SVD(), rounds=5, damping=0.0, keep_best=False),
+        "alternates rtn and svd; uses no data",
+        "arXiv 2310.08659",
+    ),
+    "lq-lora": (
+        AlternatingMinimization(
+            RoundToNearest(weighted=True), DiagonalSVD(RandomizedSVD()), rounds=20, damping=0.0
+        ),
+        "alternates rtn and a randomised diagonal-svd",
+        "arXiv 2311.12023",
+    ),
+    "caldera": (
+        AlternatingMinimization(
+            PRUNERS["gptq"], Exact(), rounds=15, low_rank_first=True, last_fit=True
+        ),
+        "alternates gptq and exact",
+        "arXiv 2405.18886",
+    ),
+    "joint-grid": (JointOnGrid(), "joint on a grid of 2 to 8 bits; the default", "docs: maths"),
+}
 METHODS: dict[str, Method] = {
-    "joint": Joint(),
-    "hassle-free": AlternatingMinimization(),
-    "oats": AlternatingMinimization(
-        Wanda(), DiagonalSVD(), damping=0.0, low_rank_first=True, keep_best=False
-    ),
-    "eora": AlternatingMinimization(low_rank=Exact(), rounds=1),
-    "3basil": ThreeBlock(),
-    "godec": AlternatingMinimization(
-        Magnitude(), SVD(), damping=0.0, low_rank_first=True, keep_best=False
-    ),
-    "pcp": PrincipalComponentPursuit(),
-    "losparse": AlternatingMinimization(OSSCAR(), Exact(), rounds=10),
+    **{name: method for name, (method, _, _) in _TABLE.items()},
     **{name: Prune(PRUNERS[name], damping=0.0) for name in UNDAMPED},
-    "loftq": AlternatingMinimization(
-        RoundToNearest(), SVD(), rounds=5, damping=0.0, keep_best=False
-    ),
-    "lq-lora": AlternatingMinimization(
-        RoundToNearest(weighted=True), DiagonalSVD(RandomizedSVD()), rounds=20, damping=0.0
-    ),
-    "caldera": AlternatingMinimization(
-        PRUNERS["gptq"], Exact(), rounds=15, low_rank_first=True, last_fit=True
-    ),
-    "joint-grid": JointOnGrid(),
     **{name: Prune(pruner) for name, pruner in PRUNERS.items() if name not in UNDAMPED},
 }
-
-ABOUT: dict[str, About] = {
-    "joint": About("S and L at once, by ADMM; default if pruning", "docs: joint"),
-    "hassle-free": About("alternates sparsegpt and adam", "arXiv 2502.00899"),
-    "oats": About("alternates wanda and diagonal-svd", "arXiv 2409.13652"),
-    "eora": About("prunes by sparsegpt, then fits L exactly", "arXiv 2410.21271"),
-    "3basil": About("fits S and L at once, by ADMM on three blocks", "arXiv 2603.01376"),
-    "godec": About("alternates magnitude and svd; uses no data", "Zhou & Tao 2011"),
-    "pcp": About("robust PCA, cut to the budget; uses no data", "arXiv 0912.3599"),
-    "losparse": About("alternates osscar and exact", "arXiv 2306.11222"),
-    "loftq": About("alternates rtn and svd; uses no data", "arXiv 2310.08659"),
-    "lq-lora": About("alternates rtn and a randomised diagonal-svd", "arXiv 2311.12023"),
-    "caldera": About("alternates gptq and exact", "arXiv 2405.18886"),
-    "joint-grid": About("joint on a grid of 2 to 8 bits; the default", "docs: maths"),
-    **ABOUT_PRUNERS,
-}
+ABOUT = {name: About(*about) for name, (_, *about) in _TABLE.items()} | ABOUT_PRUNERS
 
 
 def build_method(
@@ -117,16 +141,20 @@ def build_method(
         parts["pruner"] = look_up("pruner", pruner, PRUNERS, "pruner")
     if low_rank is not None:
         parts["low_rank"] = look_up("low-rank solver", low_rank, LOW_RANK_SOLVERS, "low_rank")
-    _check_parts(name, method, parts)
+    needed = {part: part for part in parts}
+    if refit:
+        needed["refit"] = "pruner"
+    _check_parts(name, method, needed)
     method = dataclasses.replace(method, **parts)
     fields = given(bits=bits, group=group_size, symmetric=symmetric, offset=offset)
     if group_size == 0:
         fields["group"] = None
     if fields:
         method = _with_fields_of_grid(name, method, fields)
-    if refit:
-        return refitted(name, method)
-    return method
+    if not refit:
+        return method
+    refitted = Refit(method.pruner, damping=0.0 if method.damping else REFIT_DAMPING)
+    return dataclasses.replace(method, pruner=refitted)
 
 
 def given(**values: Any) -> dict[str, Any]:
@@ -137,32 +165,28 @@ def given(**values: Any) -> dict[str, Any]:
 def _check_parts(
     name: str,
     method: Method,
-    parts: Collection[str],
+    needed: dict[str, str],
 ) -> None:
-    """Raise BudgetError if a method lacks one of these fields."""
-    missing = [part for part in parts if part not in settings_of(method)]
+    """Raise BudgetError if a method lacks a field that an argument needs.
+
+    Args:
+        needed: the field of each argument.
+    """
+    missing = {
+        argument: part for argument, part in needed.items() if part not in settings_of(method)
+    }
     if not missing:
         return
     able = [
-        other for other, candidate in METHODS.items() if settings_of(candidate).issuperset(missing)
+        other
+        for other, candidate in METHODS.items()
+        if settings_of(candidate).issuperset(missing.values())
     ]
     unused = " and ".join(missing)
     remedy = f", or use method {' or '.join(able)}" if able else ""
     raise BudgetError(
         f"method {name!r} does not use {unused}: leave out {unused}{remedy}", ("method", *missing)
     )
-
-
-def refitted(name: str, method: Any) -> Method:
-    """The method with least squares on the support after its pruner."""
-    if "pruner" not in settings_of(method):
-        raise BudgetError(
-            f"refit needs a method with a pruner, and method {name!r} fits S without one; "
-            f"leave out refit ({option('refit', True)})",
-            ("method", "refit"),
-        )
-    pruner = Refit(method.pruner, damping=0.0 if method.damping else REFIT_DAMPING)
-    return dataclasses.replace(method, pruner=pruner)
 
 
 def _with_fields_of_grid(
@@ -172,10 +196,10 @@ def _with_fields_of_grid(
 ) -> Method:
     """The method with other fields of its grid; GridError if it has none."""
     if method.grid is None:
-        able = [other for other, candidate in METHODS.items() if candidate.grid]
+        able = ", ".join(other for other, candidate in METHODS.items() if candidate.grid)
         raise GridError(
             f"method {name!r} does not quantise S: leave out bits, group_size, symmetric and"
-            f" offset, or use method {', '.join(able)}, or {option('method', 'hassle-free')} with"
+            f" offset, or use method {able}, or {option('method', 'hassle-free')} with"
             f" {option('pruner', 'gptq')}",
             ("method", "bits", "group_size", "symmetric", "offset"),
         )

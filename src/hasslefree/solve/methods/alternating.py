@@ -7,18 +7,19 @@ HASSLE-free is SparseGPT with Adam, OATS is Wanda with a truncated SVD in the no
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
-from hasslefree.core.gram import Gram, relative
+from hasslefree.core.gram import Gram
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import LowRankSolver, Method, Pruned, Pruner, Solution
 from hasslefree.errors import NonFiniteError, option, with_arguments
 from hasslefree.solve.low_rank.adam import Adam
+from hasslefree.solve.objective import Objective
 from hasslefree.solve.pruners.sparsegpt import SparseGPT
 from hasslefree.validation import Figure, Positive
 
@@ -29,28 +30,6 @@ REMEDY = (
 
 # H, damped; and the results of `prepare` of the pruner and of the low-rank solver.
 Prepared = tuple[Gram, Any, Any]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A result of the alternation, with its damped relative objective."""
-
-    pruned: Pruned
-    low_rank: LowRank
-    error: float
-
-
-@dataclass(frozen=True)
-class Objective:
-    """tr(R H Rᵀ) / tr(W H Wᵀ) of a weight W, (out, in), with R = W − S − L and a damped H."""
-
-    weight: Tensor
-    gram: Gram
-    norm: float
-
-    def measure(self, pruned: Pruned, low_rank: LowRank) -> Candidate:
-        loss = self.gram.loss(low_rank.residual(self.weight, pruned.sparse))
-        return Candidate(pruned, low_rank, relative(loss, self.norm))
 
 
 @dataclass(frozen=True)
@@ -94,35 +73,24 @@ class AlternatingMinimization(Method):
         weight: Tensor,
         prepared: Prepared,
         pattern: Pattern,
-        rank: int,
-        generator: Generator,
+        start: LowRank,
     ) -> Solution:
         gram, for_pruner, for_solver = prepared
-        objective = Objective(weight, gram, gram.loss(weight))
-        start = LowRank.gaussian_start(weight, rank, generator)
+        objective = Objective(weight, gram)
+        if start.rank == 0:
+            return objective.measure(self.pruner.prune(weight, for_pruner, pattern), start)
         remarks: list[str] = []
-        if rank == 0:
-            pruned = self.pruner.prune(weight, for_pruner, pattern)
-            best = objective.measure(pruned, start)
-            history = [best.error]
-        else:
-            best, history = self._alternate(objective, prepared, pattern, start, remarks)
-        if rank and self.last_fit:
-            target = weight - best.pruned.sparse
+        best, history = self._alternate(objective, prepared, pattern, start, remarks)
+        if self.last_fit:
+            target = weight - best.sparse
             low_rank = self.low_rank.fit(target, for_solver, best.low_rank, len(history))
-            last = objective.measure(best.pruned, low_rank)
+            last = objective.measure(Pruned(best.sparse, best.scaling), low_rank)
             if last.error < best.error:
                 best = last
                 history.append(last.error)
-        if rank and best.error and not best.low_rank.v.any():
+        if best.error and not best.low_rank.v.any():
             remarks.append("no round was better than the pruner alone: L is zero")
-        return Solution(
-            best.pruned.sparse,
-            best.low_rank,
-            tuple(history),
-            tuple(remarks),
-            best.pruned.scaling,
-        )
+        return replace(best, history=tuple(history), remarks=tuple(remarks))
 
     def _alternate(
         self,
@@ -131,7 +99,7 @@ class AlternatingMinimization(Method):
         pattern: Pattern,
         start: LowRank,
         remarks: list[str],
-    ) -> tuple[Candidate, list[float]]:
+    ) -> tuple[Solution, list[float]]:
         """Run the rounds.
 
         Args:
@@ -145,7 +113,7 @@ class AlternatingMinimization(Method):
         weight = objective.weight
         low_rank = start
         pruned = Pruned(torch.zeros_like(weight))
-        best = Candidate(pruned, low_rank, math.inf)
+        best = Solution(pruned.sparse, low_rank, (math.inf,))
         history: list[float] = []
         for t in range(self.rounds):
             if self.low_rank_first:

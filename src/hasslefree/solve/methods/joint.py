@@ -6,18 +6,19 @@ docs/explanation/joint.md derives it.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
-from torch import Generator, Tensor
+from torch import Tensor
 
 from hasslefree.core import linalg
 from hasslefree.core.gram import Gram
 from hasslefree.core.low_rank import LowRank, subspace_steps
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import Method, Solution
+from hasslefree.core.protocols import Method, Pruned, Solution
+from hasslefree.solve.objective import Objective
 from hasslefree.solve.project import project_step
 from hasslefree.solve.scaled import ScaledProblem, refit_scale
 from hasslefree.validation import Count, Factor, Figure, Positive
@@ -104,28 +105,27 @@ class Joint(Method):
 
     def prepare(self, gram: Gram) -> ScaledProblem:
         damped = gram.damped(self.damping)
-        scale = refit_scale(damped.matrix)
-        outer = torch.outer(scale, scale)
-        return ScaledProblem(scale, Gram(torch.div(damped.matrix, outer, out=outer), damped.tokens))
+        scale = refit_scale(damped)
+        return ScaledProblem(scale, damped.scaled(scale), self.product_dtype(gram.matrix))
 
     def solve(
         self,
         weight: Tensor,
         prepared: ScaledProblem,
         pattern: Pattern,
-        rank: int,
-        generator: Generator,
+        start: LowRank,
     ) -> Solution:
-        low_rank = LowRank.gaussian_start(weight, rank, generator)
         scaled = weight * prepared.scale
         out, width = weight.shape
-        density = pattern.kept((out, width)) / (out * width)
-        relief = math.exp(-RANK_RELIEF * rank * (out + width) / (out * width))
+        density = pattern.kept(weight.shape) / (out * width)
+        relief = math.exp(-RANK_RELIEF * start.rank * (out + width) / (out * width))
         power = self.first_power(density, relief)
         with linalg.matmul_precision(weight.device, tf32=self.precision in ("auto", "tf32")):
-            found = self._search(scaled, prepared, pattern, low_rank, power, scaled * relief)
+            found = self._search(scaled, prepared, pattern, start, power, scaled * relief)
         with linalg.matmul_precision(weight.device):
-            return self._polish(scaled, prepared, found)
+            polished = self._polish(Objective(scaled, prepared.gram), found)
+        low_rank = LowRank(polished.low_rank.u, polished.low_rank.v / prepared.scale)
+        return replace(polished, sparse=polished.sparse / prepared.scale, low_rank=low_rank)
 
     def first_power(self, density: float, relief: float) -> int:
         """log ρ to the base `growth`, at first. It is a whole number, and layers with the same
@@ -153,14 +153,14 @@ class Joint(Method):
         # One number is read: on a GPU, each reading is a wait.
         return bool(changed >= 2 * planned * kept.double())
 
-    def _product_dtype(self, weight: Tensor) -> torch.dtype:
+    def product_dtype(self, like: Tensor) -> torch.dtype:
         """The dtype that T − L and K are rounded to for their product."""
         if self.precision == "bfloat16":
             return torch.bfloat16
-        may_round = self.precision == "auto" and weight.dtype == torch.float32
-        if may_round and linalg.multiplies_bfloat16(weight.device):
+        may_round = self.precision == "auto" and like.dtype == torch.float32
+        if may_round and linalg.multiplies_bfloat16(like.device):
             return torch.bfloat16
-        return weight.dtype
+        return like.dtype
 
     def _search(
         self,
@@ -180,13 +180,11 @@ class Joint(Method):
             state: the first X = Z + Y, (out, in), the dense copy of S with the scaled dual; it is
                 overwritten. S = project(X) and Y = X − S.
         """
-        dtype = self._product_dtype(weight)
         low_rank = LowRank(linalg.orthonormal(start.u), start.v)
         target = torch.empty_like(weight)
         mask = pattern.mask(torch.mul(state, state, out=target))
         sparse = state * mask
-        kernels = problem.kernels_from(power, self.growth, dtype)
-        kernel = next(kernels)
+        kernel = problem.kernel(self.growth**power)
         course: list[float] = []
         parts = min(PARTS, self.rounds // 5)
         torch.add(weight, state, out=target).sub_(sparse, alpha=2)  # T = W − S + Y
@@ -195,10 +193,10 @@ class Joint(Method):
                 steps = 1 if t else FIRST_STEPS
                 low_rank = subspace_steps(target, kernel, low_rank.u, steps)
                 target.addmm_(low_rank.u, low_rank.v, alpha=-1)
-            if dtype == weight.dtype:
+            if kernel.dtype == weight.dtype:
                 torch.mm(target, kernel, out=state)
             else:
-                state.copy_(target.to(dtype) @ kernel)
+                state.copy_(target.to(kernel.dtype) @ kernel)
             # Z + Y = S + (T − L) K; then the next S, Y and T.
             last = mask
             mask = project_step(pattern, weight, state, sparse, target)
@@ -206,59 +204,51 @@ class Joint(Method):
                 course.append(sampled_loss(problem.gram, weight, sparse, low_rank))
             if self.moves_too_much(mask, last, t + 1):
                 del kernel  # there may be no room for two
-                kernel = next(kernels)
+                power += 1
+                kernel = problem.kernel(self.growth**power)
                 state.sub_(sparse).div_(self.growth)  # Y ← Y·ρ_before/ρ
                 torch.sub(weight, sparse, out=target).add_(state)
         return Searched(sparse, mask, low_rank, course)
 
-    def _polish(
-        self,
-        weight: Tensor,
-        problem: ScaledProblem,
-        found: Searched,
-    ) -> Solution:
+    def _polish(self, objective: Objective, found: Searched) -> Solution:
         """Take steps of conjugate gradients on S and a subspace step on L in turn, on the support
         that the rounds found.
         """
-        gram = problem.gram
+        weight = objective.weight
+        gram = objective.gram
         narrow = self.precision in ("auto", "bfloat16")
-        norm = gram.loss(weight) or 1.0
-        sparse = found.sparse
-        low_rank = refitted(weight, sparse, gram, found.low_rank)
-        error = gram.loss(low_rank.residual(weight, sparse)) / norm
-        history = estimates(found.course, error, norm, gram, weight, sparse, low_rank)
-        history.append(error)
-        remarks: list[str] = []
+        best = objective.measure(
+            Pruned(found.sparse), refitted(weight - found.sparse, gram, found.low_rank)
+        )
+        history = [*estimates(found.course, objective, best), best.error]
+        remarks: tuple[str, ...] = ()
         for sweep in range(1, self.sweeps + 1):
-            target = weight - low_rank.product()
-            new_sparse = linalg.masked_cg(
-                gram.matrix, target, sparse, found.mask, CG_STEPS, narrow=narrow
+            target = weight - best.low_rank.product()
+            sparse = linalg.masked_cg(
+                gram.matrix, target, best.sparse, found.mask, CG_STEPS, narrow=narrow
             )
-            new_low_rank = refitted(weight, new_sparse, gram, low_rank)
-            error = gram.loss(new_low_rank.residual(weight, new_sparse)) / norm
-            if not error <= 1.01 * history[-1] + 1e-9:  # NaN too
-                remarks.append(
+            low_rank = refitted(weight - sparse, gram, best.low_rank)
+            tried = objective.measure(Pruned(sparse), low_rank)
+            if not tried.error <= 1.01 * best.error + 1e-9:  # NaN too
+                remarks = (
                     f"sweep {sweep} of the polish was undone: rounding raised the objective to"
-                    f" {error:.2g}"
+                    f" {tried.error:.2g}",
                 )
                 break
-            sparse = new_sparse
-            low_rank = new_low_rank
-            history.append(error)
-        low_rank = LowRank(low_rank.u, low_rank.v / problem.scale)
-        return Solution(sparse / problem.scale, low_rank, tuple(history), tuple(remarks))
+            best = tried
+            history.append(best.error)
+        return replace(best, history=tuple(history), remarks=remarks)
 
 
 def refitted(
-    weight: Tensor,
-    sparse: Tensor,
+    target: Tensor,
     gram: Gram,
     low_rank: LowRank,
 ) -> LowRank:
-    """L after a subspace step towards the best one for S, (out, in)."""
+    """L after a subspace step towards the best one for a target (out, in)."""
     if not low_rank.rank:
         return low_rank
-    return subspace_steps(weight - sparse, gram.matrix, low_rank.u, 1)
+    return subspace_steps(target, gram.matrix, low_rank.u, 1)
 
 
 def sampled_loss(
@@ -274,27 +264,21 @@ def sampled_loss(
 
 def estimates(
     course: list[float],
-    error: float,
-    norm: float,
-    gram: Gram,
-    weight: Tensor,
-    sparse: Tensor,
-    low_rank: LowRank,
+    objective: Objective,
+    end: Solution,
 ) -> list[float]:
     """The relative objective during the rounds, estimated from the sampled rows; empty if these are
     not representative.
 
     Args:
         course: the loss of the sampled rows during the rounds.
-        error, norm: the relative objective of all rows at the end of the rounds, and tr(W H Wᵀ).
-        weight, sparse, low_rank: W, S and L at the end of the rounds.
+        end: the solution at the end of the rounds.
     """
-    end = sampled_loss(gram, weight, sparse, low_rank)
-    out = len(weight)
+    loss_at_end = sampled_loss(objective.gram, objective.weight, end.sparse, end.low_rank)
+    out = len(objective.weight)
     sampled = -(-out // SAMPLED)
-    representative = end > LEAST_SHARE * (error * norm * sampled / out)
-    if representative:
-        return [loss * error / end for loss in course]
+    if loss_at_end > LEAST_SHARE * (end.error * objective.norm * sampled / out):
+        return [loss * end.error / loss_at_end for loss in course]
     return []
 
 

@@ -2,20 +2,21 @@
 exact L in turn for the rest.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
-from hasslefree.core.gram import Gram, relative
-from hasslefree.core.grids import Grid, Scaling
+from hasslefree.core.gram import Gram
+from hasslefree.core.grids import Grid
 from hasslefree.core.linalg import masked_cg
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import KnownSupport, Pattern
 from hasslefree.core.protocols import Method, Pruned, Solution
 from hasslefree.solve.grid_descent import descend
-from hasslefree.solve.low_rank.exact import Exact
+from hasslefree.solve.low_rank.svd import Exact
 from hasslefree.solve.methods.joint import Joint
+from hasslefree.solve.objective import Objective
 from hasslefree.solve.pruners.sparsegpt import SparseGPT
 from hasslefree.solve.scaled import ScaledProblem
 from hasslefree.validation import Count, Figure, Positive
@@ -73,51 +74,50 @@ class JointOnGrid(Method):
         weight: Tensor,
         prepared: Prepared,
         pattern: Pattern,
-        rank: int,
-        generator: Generator,
+        start: LowRank,
     ) -> Solution:
         gram = prepared.gram
-        if pattern.kept((weight.shape[0], weight.shape[1])) == weight.numel():
-            support = None
-            low_rank = fit_exactly(weight, prepared, rank)
-            sparse = weight - low_rank.product()
-        else:
-            free = self._joint().solve(weight, prepared.for_joint, pattern, rank, generator)
-            support = free.sparse != 0
-            low_rank = free.low_rank
+        prunes = pattern.kept(weight.shape) < weight.numel()
+        if prunes:
+            free = self._joint().solve(weight, prepared.for_joint, pattern, start)
             sparse = free.sparse
-        norm = gram.loss(weight)
-        best: tuple[Tensor, LowRank, Scaling | None] = (sparse, low_rank, None)
+            low_rank = free.low_rank
+            support = sparse != 0
+        else:
+            sparse = weight
+            low_rank = fit_exactly(weight, prepared, start)
+            support = torch.ones_like(weight, dtype=torch.bool)
+        objective = Objective(weight, gram)
+        best: Solution | None = None
         history: list[float] = []
-        for _ in range(self.turns if rank else 1):
+        for _ in range(self.turns if start.rank else 1):
             target = weight - low_rank.product()
-            if support is not None:
+            if prunes:
                 target = masked_cg(gram.matrix, target, sparse, support, CG_STEPS)
             rounded = self._round(target, prepared, support)
             sparse = rounded.sparse
-            low_rank = fit_exactly(weight - sparse, prepared, rank)
-            error = relative(gram.loss(low_rank.residual(weight, sparse)), norm)
-            if not history or error < min(history):
-                best = (sparse, low_rank, rounded.scaling)
-            history.append(error)
-        sparse, low_rank, scaling = best
-        return Solution(sparse, low_rank, tuple(history), scaling=scaling)
+            low_rank = fit_exactly(weight - sparse, prepared, start)
+            turn = objective.measure(rounded, low_rank)
+            if best is None or turn.error < best.error:
+                best = turn
+            history.append(turn.error)
+        assert best is not None
+        return replace(best, history=tuple(history))
 
     def _round(
         self,
         target: Tensor,
         prepared: Prepared,
-        support: Tensor | None,
+        support: Tensor,
     ) -> Pruned:
         """Put a target on the grid: a sweep, then descent.
 
         Args:
             target: (out, in), zero off the support.
-            support: bool (out, in); None if every entry has a code.
+            support: bool (out, in).
         """
-        known = torch.ones_like(target, dtype=torch.bool) if support is None else support
         sweep = SparseGPT(grid=self.grid, ranges=self.ranges)
-        swept = sweep.prune(target, prepared.for_sweep, KnownSupport(known))
+        swept = sweep.prune(target, prepared.for_sweep, KnownSupport(support))
         return descend(target, swept, prepared.gram.matrix, support, self.passes)
 
     def _joint(self) -> Joint:
@@ -127,10 +127,9 @@ class JointOnGrid(Method):
 def fit_exactly(
     target: Tensor,
     prepared: Prepared,
-    rank: int,
+    start: LowRank,
 ) -> LowRank:
-    """The best L of a rank for a target (out, in)."""
-    start = LowRank.nothing(target, rank)
-    if rank:
+    """The best L for a target (out, in), of the rank of `start`."""
+    if start.rank:
         return Exact().fit(target, prepared.for_fit, start, 0)
     return start

@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Generator, Tensor
+from torch import Tensor
 
 from hasslefree.core.gram import Gram
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Method, Pruner, Solution
 from hasslefree.errors import BudgetError
+from hasslefree.solve.objective import Objective
 from hasslefree.validation import Figure
 
 # H, damped; and the result of `prepare` of the pruner.
@@ -50,10 +51,8 @@ class Prune(Method):
         weight: Tensor,
         prepared: Prepared,
         pattern: Pattern,
-        rank: int,
-        generator: Generator,
+        start: LowRank,
     ) -> Solution:
         gram, for_pruner = prepared
         pruned = self.pruner.prune(weight, for_pruner, pattern)
-        error = gram.relative_error(weight - pruned.sparse, weight)
-        return Solution(pruned.sparse, LowRank.nothing(weight), (error,), scaling=pruned.scaling)
+        return Objective(weight, gram).measure(pruned, start)

@@ -12,10 +12,10 @@ and its budget is given: bisection finds the λ at which L has the rank of the b
 GoDec cuts S and L to the budget.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from hasslefree.core.low_rank import LowRank, truncated_svd
 from hasslefree.core.patterns import Pattern
@@ -58,29 +58,28 @@ class PrincipalComponentPursuit(Method):
         weight: Tensor,
         prepared: None,
         pattern: Pattern,
-        rank: int,
-        generator: Generator,
+        start: LowRank,
     ) -> Solution:
         norm = squared_norm(weight)
         low = -RANGE
         high = RANGE
         power = 0.0
-        best: tuple[Tensor, LowRank] | None = None
+        best: Solution | None = None
         errors: list[float] = []
-        for _ in range(self.searches if rank else 1):
+        for _ in range(self.searches if start.rank else 1):
             pursued = self.pursue(weight, 2.0**power / max(weight.shape) ** 0.5)
-            if pursued.rank > rank:
+            if pursued.rank > start.rank:
                 high = power
             else:
                 low = power
             power = (low + high) / 2
-            sparse, low_rank = cut(weight, pursued, pattern, rank)
+            sparse, low_rank = cut(weight, pursued, pattern, start.rank)
             error = squared_norm(low_rank.residual(weight, sparse)) / norm
-            if best is None or error < min(errors):
-                best = (sparse, low_rank)
+            if best is None or error < best.error:
+                best = Solution(sparse, low_rank, (error,))
             errors.append(error)
         assert best is not None
-        return Solution(*best, tuple(errors))
+        return replace(best, history=tuple(errors))
 
     def pursue(self, weight: Tensor, balance: float) -> LowRank:
         """Solve the convex problem without a budget.

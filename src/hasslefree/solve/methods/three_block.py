@@ -3,42 +3,20 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import lower_cholesky
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import Method, Solution
+from hasslefree.core.protocols import Method, Pruned, Solution
 from hasslefree.solve.admm import ScaledSpectrum, SupportPenalty
-from hasslefree.solve.low_rank.svd import RandomizedSVD
+from hasslefree.solve.low_rank.svd import Exact, RandomizedSVD
+from hasslefree.solve.objective import Objective
 from hasslefree.validation import Figure
 
 # H, damped; its scaled spectrum; and the Cholesky factor of the scaled H.
 Prepared = tuple[Gram, ScaledSpectrum, Tensor]
-
-
-@dataclass
-class WhitenedFit:
-    """The fit of L to a target T in the norm of H = C Cᵀ, by a randomised SVD of T C.
-
-    Args:
-        svd: the SVD in whitened space.
-        factor: C, (in, in).
-        low_rank: the L of the last target.
-    """
-
-    svd: RandomizedSVD
-    factor: Tensor
-    low_rank: LowRank
-
-    def __call__(self, target: Tensor) -> Tensor:
-        """L for a target (out, in), as a matrix (out, in)."""
-        if self.low_rank.rank:
-            white = self.svd.fit(target @ self.factor, None, self.low_rank, 0)
-            v = torch.linalg.solve_triangular(self.factor, white.v, upper=False, left=False)
-            self.low_rank = LowRank(white.u, v)
-        return self.low_rank.product()
 
 
 @dataclass(frozen=True)
@@ -73,18 +51,22 @@ class ThreeBlock(Method):
         weight: Tensor,
         prepared: Prepared,
         pattern: Pattern,
-        rank: int,
-        generator: Generator,
+        start: LowRank,
     ) -> Solution:
         gram, spectrum, factor = prepared
-        fit = WhitenedFit(self.svd, factor, LowRank.gaussian_start(weight, rank, generator))
+        exact = Exact(self.svd)
+
+        def fit(target: Tensor) -> LowRank:
+            if start.rank == 0:
+                return start
+            return exact.fit(target, factor, start, 0)
+
         scaled = weight * spectrum.scale
-        if pattern.kept((weight.shape[0], weight.shape[1])):
-            dense = self.penalty.run(scaled, spectrum, pattern, fit)
+        if pattern.kept(weight.shape):
+            dense, low_rank = self.penalty.run(scaled, spectrum, pattern, start, fit)
         else:  # no support that could move
             dense = torch.zeros_like(weight)
-            fit(scaled)
+            low_rank = fit(scaled)
         sparse = dense * pattern.mask(dense.square()) / spectrum.scale
-        low_rank = LowRank(fit.low_rank.u, fit.low_rank.v / spectrum.scale)
-        error = gram.relative_error(low_rank.residual(weight, sparse), weight)
-        return Solution(sparse, low_rank, (error,))
+        low_rank = LowRank(low_rank.u, low_rank.v / spectrum.scale)
+        return Objective(weight, gram).measure(Pruned(sparse), low_rank)

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Generator, Tensor
+from torch import Tensor
 
 from hasslefree.core.gram import Gram
 from hasslefree.core.low_rank import LowRank
@@ -43,10 +43,9 @@ class Weighted(Method):
         weight: Tensor,
         prepared: Any,
         pattern: Pattern,
-        rank: int,
-        generator: Generator,
+        start: LowRank,
     ) -> Solution:
         root = self.weights.to(weight).sqrt().unsqueeze(1)
-        solution = self.method.solve(weight * root, prepared, pattern, rank, generator)
+        solution = self.method.solve(weight * root, prepared, pattern, start)
         low_rank = LowRank(solution.low_rank.u / root, solution.low_rank.v)
         return dataclasses.replace(solution, sparse=solution.sparse / root, low_rank=low_rank)

@@ -8,24 +8,23 @@ from hasslefree.solve.pruners.dsnot import DSNoT
 from hasslefree.solve.pruners.osscar import OSSCAR
 from hasslefree.solve.pruners.sparsegpt import SparseGPT
 
-_TABLE: dict[str, tuple[Pruner, About]] = {
-    "magnitude": (
-        Magnitude(),
-        About("keeps the largest entries; uses no data", "arXiv 1506.02626"),
-    ),
-    "wanda": (Wanda(), About("keeps the largest entries times input norms", "arXiv 2306.11695")),
-    "dsnot": (DSNoT(), About("improves the support of wanda by swaps", "arXiv 2310.08915")),
+_TABLE: dict[str, tuple[Pruner, str, str]] = {
+    "magnitude": (Magnitude(), "keeps the largest entries; uses no data", "arXiv 1506.02626"),
+    "wanda": (Wanda(), "keeps the largest entries times input norms", "arXiv 2306.11695"),
+    "dsnot": (DSNoT(), "improves the support of wanda by swaps", "arXiv 2310.08915"),
     "sparsegpt": (
         SparseGPT(),
-        About("prunes by columns, and corrects later columns", "arXiv 2301.00774"),
+        "prunes by columns, and corrects later columns",
+        "arXiv 2301.00774",
     ),
-    "alps": (ALPS(), About("ADMM on the support, then least squares on it", "arXiv 2406.07831")),
-    "rtn": (RoundToNearest(), About("rounds to the nearest value of a grid", "docs: maths")),
+    "alps": (ALPS(), "ADMM on the support, then least squares on it", "arXiv 2406.07831"),
+    "rtn": (RoundToNearest(), "rounds to the nearest value of a grid", "docs: maths"),
     "gptq": (
         SparseGPT(grid=Grid()),
-        About("rounds by columns, and corrects later columns", "arXiv 2210.17323"),
+        "rounds by columns, and corrects later columns",
+        "arXiv 2210.17323",
     ),
-    "osscar": (OSSCAR(), About("removes whole input channels, with refits", "arXiv 2403.12983")),
+    "osscar": (OSSCAR(), "removes whole input channels, with refits", "arXiv 2403.12983"),
 }
-PRUNERS = {name: pruner for name, (pruner, _) in _TABLE.items()}
-ABOUT = {name: about for name, (_, about) in _TABLE.items()}
+PRUNERS = {name: pruner for name, (pruner, _, _) in _TABLE.items()}
+ABOUT = {name: About(*about) for name, (_, *about) in _TABLE.items()}

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import masked_cg
+from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Pruned, Pruner
 from hasslefree.solve.admm import ScaledSpectrum, SupportPenalty
@@ -36,11 +36,11 @@ class ALPS(Pruner):
         prepared: ScaledSpectrum,
         pattern: Pattern,
     ) -> Pruned:
-        if pattern.kept((target.shape[0], target.shape[1])) == target.numel():
+        if pattern.kept(target.shape) == target.numel():
             return Pruned(target.clone())  # nothing to remove; the support could not move
         weight = target * prepared.scale
-        nothing = torch.zeros_like(weight)
-        dense = self.penalty.run(weight, prepared, pattern, lambda _: nothing)
+        nothing = LowRank.gaussian_start(weight, 0, 0)
+        dense, _ = self.penalty.run(weight, prepared, pattern, nothing, lambda _: nothing)
         mask = pattern.mask(dense.square())
         refitted = masked_cg(prepared.matrix, weight, dense * mask, mask, self.cg_steps)
         return Pruned(refitted / prepared.scale)

@@ -43,7 +43,8 @@ class DSNoT(Pruner):
     def prepare(self, gram: Gram) -> Prepared:
         # An input that never varies can be divided by, too.
         rounding = torch.finfo(gram.matrix.dtype).eps * torch.where(gram.alive, gram.diagonal, 1.0)
-        return gram.means, torch.maximum(gram.variances, rounding), self.start.prepare(gram)
+        variance = torch.maximum(gram.diagonal - gram.means.square(), rounding)
+        return gram.means, variance, self.start.prepare(gram)
 
     def prune(
         self,

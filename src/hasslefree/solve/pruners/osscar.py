@@ -58,7 +58,8 @@ class OSSCAR(Pruner):
         step = -(-excess // self.steps)
         left = excess
         while left:
-            cheapest = state.losses().topk(min(step, left), largest=False).indices
+            losses = state.costs().masked_fill_(state.gone, torch.inf)
+            cheapest = losses.topk(min(step, left), largest=False).indices
             state.exchange(cheapest)
             left -= len(cheapest)
         least_gain = LEAST_GAIN * state.total
@@ -75,7 +76,7 @@ class OSSCAR(Pruner):
         """For each candidate: the gain of its best exchange, the unit that returns, and the unit
         that is removed for it.
         """
-        gains = state.gains()
+        gains = state.costs().neg_().masked_fill_(~state.gone, -torch.inf)
         count = min(self.candidates, int(state.gone.sum()))
         exchanges = []
         for back in gains.topk(count).indices.tolist():
@@ -107,18 +108,16 @@ class Swept:
         self.target = target.clone()
         self.unit = unit
         self.gone = torch.zeros(len(inverse) // unit, dtype=torch.bool, device=target.device)
-        self.total = self._forms(self.target, self._blocks()).sum().item()
+        self.total = self.costs().sum().item()
 
-    def losses(self) -> Tensor:
-        """(units,): the rise of the loss without each unit; infinite for removed units."""
-        return self._forms(self.target, self._blocks()).masked_fill_(self.gone, torch.inf)
-
-    def gains(self) -> Tensor:
-        """(units,): the fall of the loss when each unit returns; minus infinity for kept units."""
-        return self._forms(self.target, self._blocks()).neg_().masked_fill_(~self.gone, -torch.inf)
+    def costs(self) -> Tensor:
+        """(units,): the rise of the loss without each kept unit, and minus its fall when each
+        removed unit returns.
+        """
+        return self._forms(self.target, self._blocks())
 
     def losses_with(self, back: int) -> Tensor:
-        """`losses` if a removed unit returned; infinite for that unit too."""
+        """The costs of the kept units if a removed unit returned; infinite for the others."""
         channels = slice(back * self.unit, (back + 1) * self.unit)
         rows = self.inverse[channels]
         step = torch.linalg.solve(self.inverse[channels, channels], rows)

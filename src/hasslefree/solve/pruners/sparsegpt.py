@@ -10,7 +10,7 @@ from torch import Tensor
 from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Grid, Scaling
 from hasslefree.core.linalg import inverse_factor
-from hasslefree.core.patterns import Pattern
+from hasslefree.core.patterns import KnownSupport, Pattern
 from hasslefree.core.protocols import Pruned, Pruner
 
 
@@ -33,7 +33,7 @@ class SparseGPT(Pruner):
             result of pruning the group without rounding: updates within a group enlarge the entries
             that are kept, and the grid must reach that far.
         ranges: the number of ranges of values that are tried for each group of less than a row; see
-            `Grid.fit`. Errors are weighed by their cost in the sweep, 1 / U_jj².
+            `Grid.search`. Errors are weighed by their cost in the sweep, 1 / U_jj².
     """
 
     block: int = 128
@@ -60,7 +60,7 @@ class SparseGPT(Pruner):
         for start in range(0, width, block):
             stop = min(start + block, width)
             here = slice(start, stop)
-            sweep = Sweep(pattern, start, width, scaling, self.ranges)
+            sweep = Sweep(pattern.restricted(here, width), start, scaling, self.ranges)
             errors = sweep.run(columns[here], prepared[here, here])
             columns[stop:].addmm_(prepared[here, stop:].T, errors, alpha=-1)
         return Pruned(columns.T.contiguous(), scaling)
@@ -76,7 +76,7 @@ class SparseGPT(Pruner):
         """
         if self.grid is None:
             return None
-        self.grid.check((target.shape[0], target.shape[1]), pattern)
+        self.grid.check(target.shape, pattern)
         if self.grid.group is not None:
             return self.grid.empty_scaling(target)
         pruned = replace(self, grid=None).prune(target, prepared, pattern)
@@ -88,89 +88,70 @@ class Sweep:
     """A sweep over consecutive columns of a weight.
 
     Args:
+        pattern: of these columns.
         start: the input of the first column.
-        width: the number of inputs of the whole weight.
         scaling: of a quantised S. It is written at the first column of each group of its grid.
         ranges: as in `SparseGPT`.
     """
 
     pattern: Pattern
-    start: int
-    width: int
+    start: int = 0
     scaling: Scaling | None = None
     ranges: int = 1
 
-    def run(
-        self,
-        columns: Tensor,
-        factor: Tensor,
-        known: Tensor | None = None,
-    ) -> Tensor:
+    def run(self, columns: Tensor, factor: Tensor) -> Tensor:
         """Decide columns.
 
         Args:
             columns: (b, out), of the inputs start … start + b − 1; it is overwritten.
             factor: the part of U of these inputs, (b, b).
-            known: the entries to remove, bool (b, out), of a pattern without groups; None to choose
-                them here.
 
         Returns:
             The scaled errors, (b, out).
         """
         group = self.pattern.group or len(columns)
-        removed = torch.zeros_like(columns, dtype=torch.bool) if known is None else known
         pivots = factor.diagonal().unsqueeze(1)
+        removed = torch.empty_like(columns, dtype=torch.bool)
         errors = torch.empty_like(columns)
         for j in range(len(columns)):
-            if known is None and j % group == 0:
-                removed = self._removed(j, columns[j : j + group], pivots[j : j + group])
+            if j % group == 0:
+                there = slice(j, j + group)
+                score = (columns[there] / pivots[there]).square().T
+                removed[there] = ~self.pattern.mask(score).T
+            decided = columns[j].masked_fill(removed[j], 0.0)
             if self.scaling is not None:
                 size = self.scaling.grid.group
                 if size is not None and j % size == 0:
-                    support = None if self.pattern.group else removed[j : j + size]
-                    self._fit(j, columns[j : j + size], factor[j : j + size, j : j + size], support)
-            decided = columns[j].masked_fill(removed[j % group], 0.0)
-            if self.scaling is not None:
-                decided = self.scaling.nearest_column(decided, self.start + j)
+                    self._fit(self.scaling, slice(j, j + size), columns, factor, removed)
+                decided = self.scaling.at(self.start + j).nearest(decided)
             torch.sub(columns[j], decided, out=errors[j]).div_(pivots[j])
             columns[j] = decided
             columns[j + 1 :].addr_(factor[j, j + 1 :], errors[j], alpha=-1)
         return errors
 
-    def _removed(
-        self,
-        j: int,
-        columns: Tensor,
-        pivots: Tensor,
-    ) -> Tensor:
-        """The entries to remove of columns (g, out) from column j on, bool (g, out)."""
-        score = (columns / pivots).square().T
-        first = self.start + j
-        part = self.pattern.restricted(first, first + score.shape[1], self.width)
-        return ~part.mask(score).T
-
     def _fit(
         self,
-        j: int,
+        scaling: Scaling,
+        there: slice,
         columns: Tensor,
         factor: Tensor,
-        removed: Tensor | None,
+        removed: Tensor,
     ) -> None:
-        """Write the scale and the zero of the group of columns (g, out) from column j on.
+        """Write the scale and the zero of a group of columns.
 
         Args:
-            factor: the part of U of these inputs, (g, g).
-            removed: the entries to remove, bool (g, out), of a pattern without groups.
+            columns, factor: as for `run`.
+            removed: the entries to remove, bool (b, out), as far as they are known.
         """
-        assert self.scaling is not None
-        grid = self.scaling.grid
-        assert grid.group is not None
-        out = columns.shape[1]
-        if self.pattern.kept((out, self.width)) < out * self.width:
-            columns = columns.clone()
-            Sweep(self.pattern, self.start + j, self.width).run(columns, factor, removed)
-        weights = factor.diagonal().reciprocal().square()
-        scale, zero = grid.fit(columns.T, self.ranges, weights)
-        g = (self.start + j) // grid.group
-        self.scaling.scale[:, g : g + 1] = scale
-        self.scaling.zero[:, g : g + 1] = zero
+        pattern = self.pattern
+        if pattern.group is None:
+            pattern = KnownSupport(~removed[there].T)
+        group = columns[there].clone()
+        group_factor = factor[there, there]
+        if pattern.kept(group.T.shape) < group.numel():
+            Sweep(pattern).run(group, group_factor)
+        weights = group_factor.diagonal().reciprocal().square()
+        found = scaling.grid.search(group.T, self.ranges, weights)
+        levels = scaling.at(self.start + there.start)
+        levels.scale.copy_(found.scale.squeeze(1))
+        levels.zero.copy_(found.zero.squeeze(1))
