@@ -148,19 +148,19 @@ def positive_definite(norm: Tensor) -> Tensor:
     return vectors * values.clamp_min(FLOOR * largest) @ vectors.T
 
 
-def row_scale(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale of each row, (m,), that gives its largest entry the largest code; 1 for rows of
-    zeros, and never subnormal.
+def nearest(matrix: Tensor, dtype: torch.dtype) -> CodedRows:
+    """The codes of a matrix (m, n) by rounding to nearest.
+
+    The scale of a row gives its largest entry the largest code; it is 1 for rows of zeros, and
+    never subnormal.
+
+    Args:
+        dtype: of the scales.
     """
     largest = matrix.abs().amax(1)
-    scale = (largest / TOP).clamp_min(max(_least_scale(dtype), _least_scale(torch.bfloat16)))
-    scale = scale.bfloat16()
-    return torch.where(largest > 0, scale, 1.0).to(dtype)
-
-
-def nearest(matrix: Tensor, dtype: torch.dtype) -> CodedRows:
-    """The codes of a matrix (m, n) by rounding to nearest. dtype: of the scales."""
-    scale = row_scale(matrix, dtype)
+    least = max(_least_scale(dtype), _least_scale(torch.bfloat16))
+    scale = (largest / TOP).clamp_min(least).bfloat16()
+    scale = torch.where(largest > 0, scale, 1.0).to(dtype)
     return CodedRows(_codes(matrix, scale.to(matrix.dtype).unsqueeze(1)), scale)
 
 
