@@ -64,8 +64,7 @@ def plan_of(**fields):
 def test_heads_stay_whole_wherever_the_pruner_is(method):
     """4 heads of 8 share 2 keys: 16 inputs of o_proj go together, no others do. Other pruners know no heads."""
     units = {
-        name: layer.kept.unit
-        for name, layer in plan_of(pattern="structured", sparsity=0.5, rank=0, **method).items()
+        name: layer.kept.unit for name, layer in plan_of(pattern="structured", sparsity=0.5, rank=0, **method).items()
     }
     assert units.pop("self_attn.o_proj") == 16
     assert set(units.values()) == {1}
