@@ -67,6 +67,9 @@ def test_a_file_that_changes_once_its_header_was_read(tmp_path):
     assert read.equal(torch.ones(1000)), "what was read is a copy"
     with pytest.raises(CheckpointError, match=r"a\.safetensors is truncated"):
         stored["a"].read()
+    file.write_bytes((2**60).to_bytes(8, "little") + bytes(100))
+    with pytest.raises(CheckpointError, match=r"a\.safetensors is truncated, .*header too large"):
+        stored_tensors([file])
     save_file({"b": torch.zeros(9)}, file)
     with pytest.raises(CheckpointError, match=r"a\.safetensors no longer contains a: it was replaced"):
         stored["a"].read()

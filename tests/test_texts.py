@@ -111,7 +111,7 @@ def test_a_byte_order_mark_is_no_text_and_half_a_surrogate_pair_is_an_error(tmp_
     path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\n')
     assert calibration_documents(str(path)) == ["one"]
     path.write_text('{"text": "one"}\n{"text": "\\ud83d"}\n')
-    with pytest.raises(CalibrationError, match="line 2: the text contains a lone surrogate"):
+    with pytest.raises(CalibrationError, match="line 2: .*without lone surrogates"):
         calibration_documents(str(path))
 
 

@@ -54,9 +54,7 @@ def read_json(file: Path, remedy: str = "download or copy it again") -> dict[str
     """
     try:
         content = json.loads(read_small(file))
-    except RecursionError:
-        raise CheckpointError(f"{file} cannot be read: it is nested too deeply; {remedy}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}; {remedy}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} does not contain a JSON object; {remedy}")

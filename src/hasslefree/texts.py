@@ -201,14 +201,10 @@ def _parse_jsonl(path: Path, lines: Iterable[str]) -> Iterator[str]:
         try:
             document = json.loads(line)["text"]
             document.encode()
-        except UnicodeEncodeError:
-            raise CalibrationError(
-                f"{path}, line {number}: the text contains a lone surrogate, which is not valid"
-                " Unicode; remove it"
-            ) from None
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise CalibrationError(
-                f'{path}, line {number}: expected a JSON object with a string field "text"'
+                f'{path}, line {number}: expected a JSON object with a string field "text",'
+                " without lone surrogates"
             ) from None
         yield document
 

@@ -11,7 +11,7 @@ from hasslefree.distributed import ALONE
 from hasslefree.errors import ModelError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.calibrate import run_block, with_batching
-from hasslefree.models.extra_inputs import Column, leaves, rebuilt
+from hasslefree.models.extra_inputs import Column
 from hasslefree.models.probe import block_calls
 from hasslefree.models.walk import Walk
 from hasslefree.models.weights import Weights
@@ -130,17 +130,6 @@ def test_a_column_is_the_tensor_again(shape, axis):
         found = column.value(torch.cat([torch.zeros(1, 16, 5), rows, torch.ones(1, 16, 2)], -1))
         assert torch.equal(found, value)
         assert found.dtype == dtype
-
-
-def test_arguments_are_put_together_in_new_containers():
-    inner = {"a": [torch.zeros(2), 1], "b": (torch.ones(2), "text")}
-    found = rebuilt(inner, lambda path, leaf: (path, leaf))
-    assert found["a"][1] == (("a", 1), 1)
-    assert found["b"][1] == (("b", 1), "text")
-    assert [path for path, _ in leaves(inner)] == [("a", 0), ("b", 0)]
-    again = rebuilt(inner)
-    again["a"].append(2)
-    assert len(inner["a"]) == 2
 
 
 def test_a_model_that_changes_hidden_states_between_its_blocks_is_refused(tmp_path):

@@ -96,30 +96,11 @@ def test_code_of_a_model_is_run_on_request_alone(folder, tmp_path):
     assert len(compressed_layers(loaded)) == 14
 
 
-@pytest.mark.parametrize("name", ["../stolen.safetensors", "/etc/passwd", "sub/model.safetensors", 7])
-def test_an_index_cannot_leave_the_folder(name, folder, tmp_path):
-    weights = folder / "model.safetensors"
-    (tmp_path / "stolen.safetensors").write_bytes(weights.read_bytes())
-    (folder / "sub").mkdir()
-    (folder / "sub" / "model.safetensors").write_bytes(weights.read_bytes())
-    names = build("llama").state_dict()
-    weights.unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, name)}))
-    assert_refused(folder, "which is not the name of a file in the same folder|7 is missing")
-
-
 @pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "gone.safetensors"}}'])
 def test_an_index_that_is_none(content, folder):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(content)
     assert_refused(folder, "weight_map|contain a JSON object|cannot be read|gone.safetensors is missing")
-
-
-def test_a_header_that_claims_the_moon(folder):
-    """A length of 2^60 bytes must be an error, not an allocation."""
-    file = folder / "model.safetensors"
-    file.write_bytes((2**60).to_bytes(8, "little") + file.read_bytes()[8:])
-    assert_refused(folder, r"model\.safetensors is truncated, or not a safetensors file \(.*header too large.*again")
 
 
 def test_a_config_with_sizes_that_the_weights_do_not_have(folder):

@@ -18,7 +18,7 @@ from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_model, load_on_disk
 from hasslefree.models.weights import Weights, outside
 from tests.listeners import by_layer
-from tests.tiny_models import FAMILIES, NO_TOKENIZER, build, segments, tensors_of
+from tests.tiny_models import NO_TOKENIZER, build, segments, tensors_of
 
 RECIPE = Recipe(rank=2, method="eora")
 
@@ -34,7 +34,7 @@ def in_memory_of(model):
     return {name for name, parameter in model.named_parameters() if not parameter.is_meta}
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "mixtral"])
 def test_a_model_from_disk_gives_the_bytes_of_one_in_memory(family, tmp_path):
     """Oracle: the same model, loaded whole. Buffers that are computed at construction would show in every byte."""
     model = build(family)
@@ -47,10 +47,9 @@ def test_a_model_from_disk_gives_the_bytes_of_one_in_memory(family, tmp_path):
     assert same == (files, [], [])
 
 
-@pytest.mark.parametrize("shards", ["10KB", "1GB"])
-def test_another_dtype_and_shards(shards, tmp_path):
+def test_another_dtype_and_shards(tmp_path):
     """Oracle: the model loaded whole in that dtype."""
-    build("llama").save_pretrained(tmp_path / "dense", max_shard_size=shards)
+    build("llama").save_pretrained(tmp_path / "dense", max_shard_size="10KB")
     recipe = Recipe(rank=2, method="eora", dtype="bfloat16")
     whole = load_model(str(tmp_path / "dense"), "bfloat16", "cpu")
     hasslefree.compress(whole, tmp_path / "whole", recipe, segments=segments())

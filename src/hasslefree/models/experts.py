@@ -108,7 +108,7 @@ class SplitExperts(nn.Module):
                     layers[layer] = nn.Linear(width, out, layout.has_bias, device="meta")
             self.add_module(str(index), nn.ModuleDict(layers))
         for name, parameter in parameters.items():
-            self.fill(name, parameter.detach(), parameter.requires_grad)
+            self.fill(name, parameter.detach())
             del fused._parameters[name]
 
     def experts(self) -> Iterator[Any]:
@@ -116,12 +116,7 @@ class SplitExperts(nn.Module):
         for index in range(self.count):
             yield self.get_submodule(str(index))
 
-    def fill(
-        self,
-        name: str,
-        fused: Tensor,
-        requires_grad: bool = False,
-    ) -> None:
+    def fill(self, name: str, fused: Tensor) -> None:
         """Give the linear layers that are not compressed their parts of a fused tensor, as views.
 
         name: of the fused tensor.
@@ -132,7 +127,7 @@ class SplitExperts(nn.Module):
             for layer, part in zip(tensor.layers, parts, strict=True):
                 linear = expert[layer]
                 if isinstance(linear, nn.Linear):
-                    linear.register_parameter(tensor.leaf, nn.Parameter(part, requires_grad))
+                    linear.register_parameter(tensor.leaf, nn.Parameter(part, requires_grad=False))
 
     def together(self) -> Any:
         """The module of transformers with the weights of the experts in it again."""
@@ -228,16 +223,10 @@ class BatchedExperts(SplitExperts):
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
         """Rows (experts · tokens, width) after the expert that they belong to."""
-        tokens = len(hidden_states) // self.count
-        routed = hidden_states.view(self.count, tokens, -1).any(-1)
-        expert_of_row, token_of_row = routed.nonzero().unbind(1)
-        rows = expert_of_row * tokens + token_of_row
-        outputs = torch.zeros_like(hidden_states)
-        for index, expert in enumerate(self.experts()):
-            chosen = rows[expert_of_row == index]
-            if len(chosen) or self.calls_every_expert:
-                outputs[chosen] = self.run(expert, hidden_states[chosen]).to(outputs.dtype)
-        return outputs
+        routed = hidden_states.unflatten(0, (self.count, -1)).any(-1)  # (experts, tokens)
+        experts = torch.arange(self.count, device=routed.device).unsqueeze(1)
+        chosen = experts.where(routed, self.count).view(-1, 1)
+        return super().forward(hidden_states, chosen, hidden_states.new_ones(chosen.shape))
 
 
 def is_fused(module: Any) -> bool:

@@ -38,7 +38,7 @@ class BlockTrace:
 
     before: Arguments
     after: Arguments
-    outputs: tuple[Any, ...]
+    outputs: Sequence[Any]
 
 
 @dataclass(frozen=True)

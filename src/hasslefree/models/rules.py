@@ -251,14 +251,12 @@ def unsupported_weights(weights: list[str]) -> ModelError:
 
 
 def nothing_selected(dense: dict[str, str]) -> ModelError:
-    if set(dense.values()) == {EXCLUDED}:
-        return ModelError(
-            f"{option('leave_dense')} matches every linear layer, so nothing would be compressed;"
-            " match fewer"
-        )
     counts = Counter(dense.values())
     reasons = ", ".join(f"{reason} ({count})" for reason, count in counts.items())
-    return ModelError(f"every matrix stays dense, so nothing would be compressed: {reasons}")
+    return ModelError(
+        f"nothing would be compressed, since every matrix stays dense: {reasons}; if"
+        f" {option('leave_dense')} is set, exclude fewer"
+    )
 
 
 def by_kind(names: Iterable[str]) -> list[str]:

@@ -35,7 +35,7 @@ def multiplies(kind: Any) -> bool:
 def is_matrix(module: nn.Module) -> bool:
     """Return True if a module multiplies by a matrix: a linear layer, or GPT-2's `Conv1D`."""
     if isinstance(module, nn.Linear):
-        return multiplies(type(module))
+        return multiplies(type(module))  # type: ignore[arg-type]
     return isinstance(module, Conv1D)
 
 

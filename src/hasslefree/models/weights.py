@@ -31,24 +31,20 @@ class Source:
     """A tensor of a checkpoint.
 
     Args:
-        stored: the files of a module, as accelerate keeps them.
-        leaf: the name of the tensor in the module.
-        name: its name in the model.
-        dtype: the dtype that the family prescribes for it; None for that of the model.
+        name: in the model.
+        file: the path.
+        stored_name: in the file.
+        dtype: in the model.
     """
 
-    stored: Any
-    leaf: str
     name: str
-    dtype: torch.dtype | None
+    file: Path
+    stored_name: str
+    dtype: torch.dtype
 
     def read(self) -> Tensor:
-        """Read the tensor to the CPU, in the dtype that it has in the model. Raises a
-        CheckpointError if its file is damaged.
-        """
-        entry = self.stored.dataset.index[f"{self.stored.prefix}{self.leaf}"]
-        tensor = read_tensor(Path(entry["safetensors_file"]), entry["weight_name"])
-        return tensor.to(self.dtype or getattr(torch, entry["dtype"]))
+        """Read the tensor to the CPU. Raises a CheckpointError if its file is damaged."""
+        return read_tensor(self.file, self.stored_name).to(self.dtype)
 
 
 def prescribed_dtype(plan: Mapping[str, torch.dtype], name: str) -> torch.dtype | None:
@@ -120,7 +116,7 @@ class Weights:
         self._dtype_plan = model._get_dtype_plan(model.dtype)
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         # Weak: a layer that was replaced takes its weight along.
-        self._stored: WeakKeyDictionary[nn.Module, Mapping[str, Tensor]] = WeakKeyDictionary()
+        self._stored: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
         for path, module in model.named_modules():
             # accelerate keeps the file of each parameter in a hook.
             holder = module.fused if isinstance(module, SplitExperts) else module
@@ -242,8 +238,10 @@ class Weights:
     def _source(self, module: nn.Module, name: str) -> Source:
         module, name = self._other_name.get((module, name), (module, name))
         full_name = f"{self._names[module]}.{name}"
-        dtype = prescribed_dtype(self._dtype_plan, full_name)
-        return Source(self._stored[module], name, full_name, dtype)
+        stored = self._stored[module]
+        entry = stored.dataset.index[f"{stored.prefix}{name}"]
+        dtype = prescribed_dtype(self._dtype_plan, full_name) or getattr(torch, entry["dtype"])
+        return Source(full_name, Path(entry["safetensors_file"]), entry["weight_name"], dtype)
 
     def _read(
         self,
