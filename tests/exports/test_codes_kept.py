@@ -17,6 +17,7 @@ from hasslefree.core.grids import BITS, Grid, Quantised
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import ModelError, OutputError
+from hasslefree.exports.codes import Coded
 from hasslefree.exports.gguf import blocks_of
 from hasslefree.exports.template import find_vector, nearest_rows, read_template, row_order
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
@@ -203,7 +204,7 @@ def test_every_grid_that_llama_cpp_holds_is_held_to_the_bit(grid):
     from hasslefree.recipe.engines import block_of
 
     layer = layer_on(grid)
-    blocks = blocks_of(layer).numpy()
+    blocks = blocks_of(Coded(layer, grid, 32)).numpy()
     found = gguf.dequantize(blocks, gguf.GGMLQuantizationType[block_of(grid)])
     assert np.array_equal(found, layer.unpacked().detach().numpy())
 

@@ -2,6 +2,8 @@
 zeros or offsets.
 """
 
+from dataclasses import dataclass
+
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -12,16 +14,44 @@ from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
 from hasslefree.recipe.engines import ENGINES, GROUP, refusal
 
 
-def check_layers(model: PreTrainedModel, engine: str) -> dict[str, SparseLowRankLinear]:
+@dataclass(frozen=True)
+class Coded:
+    """A layer whose S an engine holds exactly. group: the group size that the engine stores."""
+
+    layer: SparseLowRankLinear
+    grid: Grid
+    group: int
+
+    def repeated(self, numbers: Tensor) -> Tensor:
+        """The numbers of the layer's groups, (out, groups), for each group of the engine."""
+        groups = self.layer.in_features // self.group
+        return numbers.detach().repeat_interleave(groups // numbers.shape[1], 1)
+
+    @property
+    def scale(self) -> Tensor:
+        """(out, groups of the engine), in the layer's dtype."""
+        return self.repeated(self.layer.weight)
+
+    @property
+    def second(self) -> Tensor:
+        """The offset, or the zero, of each group, as `scale`."""
+        tensors = self.layer.tensors()
+        if self.grid.offset:
+            return self.repeated(tensors["weight_offset"])
+        return self.repeated(self.layer.spec.zeros(tensors)).to(self.layer.weight)
+
+
+def check_layers(model: PreTrainedModel, engine: str) -> dict[str, Coded]:
     """The compressed layers by their names, or a ModelError if the engine cannot hold one of them
     exactly.
     """
-    layers = compressed_layers(model)
+    held: dict[str, Coded] = {}
     again = f"compress with {option('method', 'joint-grid')} and {option('engine', engine)}"
-    for name, layer in layers.items():
+    for name, layer in compressed_layers(model).items():
         grid = layer.spec.grid
         width = layer.in_features
         pattern = layer.spec.pattern
+        reason: str | None
         if experts_of(model, name):
             reason = "it belongs to experts, which this export does not know"
         elif grid is None:
@@ -33,33 +63,9 @@ def check_layers(model: PreTrainedModel, engine: str) -> dict[str, SparseLowRank
         elif width % GROUP:
             reason = f"its rows of {width} inputs are no multiple of {GROUP}"
         else:
-            reason = refusal(engine, grid) or ""
-        if reason:
+            reason = refusal(engine, grid)
+        if grid is None or reason:
             others = f"export with {option('to', 'dense')} or {option('to', 'peft')}"
             raise ModelError(f"{engine} cannot hold layer {name}: {reason}; or {others}")
-    return layers
-
-
-def grid_of(layer: SparseLowRankLinear) -> Grid:
-    """The grid of a layer that `check_layers` let pass."""
-    assert layer.spec.grid is not None
-    return layer.spec.grid
-
-
-def numbers_of(layer: SparseLowRankLinear, engine: str) -> tuple[Tensor, Tensor]:
-    """The scale and the zero or offset of each group of the engine: (out, groups) each, in the
-    layer's dtype.
-    """
-    grid = grid_of(layer)
-    scale = layer.get_parameter("weight_scale").detach()
-    tensors = layer.tensors()
-    second = (
-        tensors["weight_offset"].detach() if grid.offset else layer.spec.zeros(tensors).to(scale)
-    )
-    times = (grid.group or layer.in_features) // group_of(layer, engine)
-    return scale.repeat_interleave(times, 1), second.repeat_interleave(times, 1)
-
-
-def group_of(layer: SparseLowRankLinear, engine: str) -> int:
-    """The group size that the engine stores."""
-    return ENGINES[engine].group_for(grid_of(layer), layer.in_features)
+        held[name] = Coded(layer, grid, ENGINES[engine].group_for(grid, width))
+    return held

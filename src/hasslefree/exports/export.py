@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from transformers import PretrainedConfig, PreTrainedModel
@@ -21,7 +20,7 @@ from hasslefree.checkpoint.originals import (
 )
 from hasslefree.checkpoint.output import check_output, replaced_whole
 from hasslefree.errors import ModelError, OutputError, UnknownNameError, option
-from hasslefree.exports.formats import write_adapter, write_dense, write_narrow
+from hasslefree.exports.formats import Target, write_adapter, write_dense, write_narrow
 from hasslefree.exports.gguf import write_gguf
 from hasslefree.exports.quantised import write_compressed_tensors, write_mlx
 from hasslefree.exports.template import read_template
@@ -32,16 +31,17 @@ from hasslefree.packed.linear import compressed_layers
 from hasslefree.progress import LOADING, WRITING, Listener, Phases
 from hasslefree.validation import typed
 
-# (the model, changed in place; the folder to fill; its final path; the shard size) → the folders
-# with a model card, by its kind
-EXPORTS: dict[str, Callable[..., dict[str, Path]]] = {
+# (the model, changed in place; the folder to fill) → the folders with a model card, by its kind
+EXPORTS: dict[str, Callable[[PreTrainedModel, Target], dict[str, Path]]] = {
     "dense": write_dense,
     "peft": write_adapter,
     "narrow": write_narrow,
     "compressed-tensors": write_compressed_tensors,
     "mlx": write_mlx,
-    "gguf": write_gguf,  # also template=
+    "gguf": write_gguf,
 }
+# Such as 5GB; not 0GB.
+SIZE = re.compile(r"(?=.*[1-9])\d{1,12}(\.\d{1,6})?\s?[KMGT]B", re.IGNORECASE)
 
 
 @typed
@@ -78,9 +78,7 @@ def export(
         raise UnknownNameError("export format", to, EXPORTS)
     source = Path(folder).resolve()
     target = Path(destination).resolve()
-    if not re.fullmatch(
-        r"(?=.*[1-9])\d{1,12}(\.\d{1,6})?\s?[KMGT]B", max_shard_size, re.IGNORECASE
-    ):
+    if not SIZE.fullmatch(max_shard_size):
         raise OutputError(
             f"{option('max_shard_size')} must be a number with a unit, such as 5GB or 500MB, got"
             f" {max_shard_size!r}"
@@ -89,17 +87,16 @@ def export(
         raise ModelError(
             f"the model folder {source} does not exist; export takes a folder that compress wrote"
         )
-    if (getattr(load_config(str(source)), "quantization_config", None) or {}).get(
-        "quant_method"
-    ) != QUANT_METHOD:
+    settings = getattr(load_config(str(source)), "quantization_config", None) or {}
+    if settings.get("quant_method") != QUANT_METHOD:
         raise ModelError(
             f"{source} is not compressed by hasslefree, so there is nothing to export; compress it"
             " first"
         )
     check_output(target, overwrite, source=source)
-    write = EXPORTS[to]
+    opened = None
     if to == "gguf":
-        write = partial(write, template=read_template(template))
+        opened = read_template(template)
     elif template is not None:
         raise OutputError(f"{option('template')} is for {option('to', 'gguf')}; leave it out")
     phases = Phases(progress)
@@ -111,7 +108,7 @@ def export(
     model._weight_conversions = None  # type: ignore[assignment]
     check_output(target, overwrite, bytes_needed(model))
     with phases.phase(WRITING), replaced_whole(target, overwrite) as part:
-        folders = write(model, part, Path(destination), max_shard_size)
+        folders = EXPORTS[to](model, Target(part, Path(destination), max_shard_size, opened))
         copy_rest(source, part, folders, auto, model.config)
 
 
@@ -163,15 +160,13 @@ def write_older_rotary(file: Path) -> None:
     without an error.
     """
     config = json.loads(file.read_text(encoding="utf-8"))
-    for part in filter(None, (config, config.get("text_config"))):
+    for part in (config, config.get("text_config") or {}):
         rest = dict(part.get("rope_parameters") or {})
-        if "rope_theta" in rest:  # else they differ from layer to layer
-            older = {
-                name: rest.pop(name)
-                for name in ("rope_theta", "partial_rotary_factor")
-                if name in rest
-            }
-            if rest.get("rope_type", "default") != "default":
-                older["rope_scaling"] = rest
-            part |= older | part
+        if "rope_theta" not in rest:  # they differ from layer to layer
+            continue
+        for name in ("rope_theta", "partial_rotary_factor"):
+            if name in rest:
+                part.setdefault(name, rest.pop(name))
+        if rest.get("rope_type", "default") != "default":
+            part.setdefault("rope_scaling", rest)
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hasslefree.errors import ModelError, option
+from hasslefree.exports.template import Template
 from hasslefree.models.blocks import find_blocks, head_unit
 from hasslefree.models.experts import experts_of, fuse_experts, split_experts
 from hasslefree.models.load import auto_class
@@ -24,15 +26,46 @@ from hasslefree.models.sites import find_sites
 from hasslefree.models.unloaded import unloaded_tensors
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
 
+# u: (out, r) and v: (r, in) of the layers that have them.
+Factors = dict[str, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """The folder that an export fills.
+
+    Args:
+        folder: meanwhile. final: its path at the end, as it was given.
+        template: the GGUF file of the dense model, for an export to GGUF.
+    """
+
+    folder: Path
+    final: Path
+    max_shard_size: str
+    template: Template | None = None
+
+    @property
+    def base(self) -> Path:
+        """The folder of the model of S, if the export is an adapter."""
+        return self.folder / "base"
+
+    def save(
+        self, model: PreTrainedModel, folder: Path, tensors: dict[str, Tensor] | None = None
+    ) -> None:
+        """Write a model. tensors: in place of its own."""
+        model.save_pretrained(folder, state_dict=tensors, max_shard_size=self.max_shard_size)
+
 
 def summed(layer: SparseLowRankLinear) -> Tensor:
     """S + u v: (out, in), summed in float32 at least and rounded once to the layer's dtype."""
     sparse = layer.unpacked().detach()
-    if (factors := layer.factors()) is None:
+    factors = layer.factors()
+    if factors is None:
         return sparse
+    u, v = factors
     wide = torch.promote_types(sparse.dtype, torch.float32)
-    u, v = (factor.detach().to(wide) for factor in factors)
-    return torch.addmm(sparse.to(wide), u, v).to(sparse.dtype)
+    whole = torch.addmm(sparse.to(wide), u.detach().to(wide), v.detach().to(wide))
+    return whole.to(sparse.dtype)
 
 
 def make_plain(model: PreTrainedModel, weight_of: Callable[[SparseLowRankLinear], Tensor]) -> None:
@@ -53,30 +86,27 @@ def make_plain(model: PreTrainedModel, weight_of: Callable[[SparseLowRankLinear]
     fuse_experts(model)
 
 
-def write_dense(
-    model: PreTrainedModel, part: Path, _destination: Path, max_shard_size: str
-) -> dict[str, Path]:
+def write_dense(model: PreTrainedModel, target: Target) -> dict[str, Path]:
     """Write the model, which is changed in place, with S + u v as its weights; gives the folder by
     its kind.
     """
     copied = {name: tensor.read() for name, tensor in unloaded_tensors(model).items()}
     make_plain(model, summed)
     tensors = model.state_dict() | copied
-    model.save_pretrained(part, state_dict=tensors, max_shard_size=max_shard_size)
-    return {"dense": part}
+    target.save(model, target.folder, tensors)
+    return {"dense": target.folder}
 
 
 # The layer that reads heads or neurons → the layers that compute them, by their names in Llama and
 # similar models.
+ATTENTION = "self_attn.o_proj"
 MAKERS = {
-    "self_attn.o_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ATTENTION: ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.down_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
 
 
-def write_narrow(
-    model: PreTrainedModel, part: Path, _destination: Path, max_shard_size: str
-) -> dict[str, Path]:
+def write_narrow(model: PreTrainedModel, target: Target) -> dict[str, Path]:
     """Write the model, which is changed in place, without the channels whose weights are all zero.
 
     The input channels of o_proj are removed in units of all query heads of a key head, with the
@@ -84,45 +114,44 @@ def write_narrow(
     gate_proj and up_proj.
     """
     make_plain(model, summed)
-    blocks = find_blocks(model)
-    kept = {reader: [units_kept(block, reader) for block in blocks.modules] for reader in MAKERS}
+    blocks = find_blocks(model).modules
+    kept = {reader: [units_kept(block, reader) for block in blocks] for reader in MAKERS}
     counts = {reader: common_count(reader, masks) for reader, masks in kept.items()}
-    heads = kept["self_attn.o_proj"]
     config = model.config
-    counts["self_attn.o_proj"] = accepted_count(config, len(heads[0]), counts["self_attn.o_proj"])
+    heads = len(kept[ATTENTION][0])
+    counts[ATTENTION] = accepted_count(config, heads, counts[ATTENTION])
     if all(counts[reader] == len(masks[0]) for reader, masks in kept.items()):
         raise ModelError(
             "nothing to remove: every neuron is in use, and no attention head can be dropped;"
             f" compress with {option('method', 'osscar')} {option('pattern', 'structured')}"
             f" {option('rank', 0)} and a higher {option('sparsity')}"
         )
-    for index, block in enumerate(blocks.modules):
-        for reader in MAKERS:
-            units = kept[reader][index]
-            first_unused = torch.nonzero(~units).flatten()[: counts[reader] - int(units.sum())]
-            remove_units(block, reader, units.index_fill(0, first_unused, True))
-    set_heads(config, len(heads[0]), counts["self_attn.o_proj"])
+    for reader, masks in kept.items():
+        for block, units in zip(blocks, masks, strict=True):
+            unused = torch.nonzero(~units).flatten()
+            units[unused[: counts[reader] - int(units.sum())]] = True
+            remove_units(block, reader, units)
+    set_heads(config, heads, counts[ATTENTION])
     config.intermediate_size = counts["mlp.down_proj"]
-    model.save_pretrained(part, max_shard_size=max_shard_size)
-    return {"narrow": part}
+    target.save(model, target.folder)
+    return {"narrow": target.folder}
 
 
 def units_kept(block: nn.Module, reader: str) -> Tensor:
     """(units,) bool: the heads (all that share a key head) or neurons with an entry in the layer
     that reads them.
     """
-    try:
-        modules: list[Any] = [block.get_submodule(name) for name in (*MAKERS[reader], reader)]
-    except AttributeError:
+    names = [*MAKERS[reader], reader]
+    modules: dict[str, Any] = dict(block.named_modules())
+    if not modules.keys() >= set(names):
         raise ModelError(
-            f"{type(block).__name__} does not have all of the modules"
-            f" {', '.join([*MAKERS[reader], reader])}, by which this export finds heads and"
-            f" neurons; use {option('to', 'dense')}"
-        ) from None
-    *makers, layer = modules
+            f"{type(block).__name__} does not have all of the modules {', '.join(names)}, by which"
+            f" this export finds heads and neurons; use {option('to', 'dense')}"
+        )
+    layer = modules[reader]
     unit = head_unit(block, reader)
     units = layer.in_features // unit
-    if any(maker.out_features % units for maker in makers):
+    if any(modules[maker].out_features % units for maker in MAKERS[reader]):
         raise ModelError(
             f"{option('to', 'narrow')} does not support {type(block).__name__}:"
             f" {', '.join(MAKERS[reader])} do not split evenly into the {units} heads or neurons of"
@@ -194,56 +223,60 @@ def remove_units(
         maker.out_features = int(rows.sum())
 
 
-def write_adapter(
-    model: PreTrainedModel, part: Path, destination: Path, max_shard_size: str
-) -> dict[str, Path]:
-    """Write the adapter into `part`, and the model of S into part/base. destination: the final
-    path, for the base.
-    """
-    if experts := [name for name in compressed_layers(model) if experts_of(model, name)]:
+def write_adapter(model: PreTrainedModel, target: Target) -> dict[str, Path]:
+    """Write the adapter, and the model of S into `base`."""
+    experts = [name for name in compressed_layers(model) if experts_of(model, name)]
+    if experts:
         raise ModelError(
             f"{len(experts)} compressed layers belong to experts, such as {experts[0]}: PEFT adds"
             f" adapters to linear layers, and the experts of {type(model).__name__} are not such"
             f" modules; use {option('to', 'dense')}"
         )
-    if not (factors := factors_of(model)):
+    factors = factors_of(model)
+    if not factors:
         raise ModelError(
             f"every layer has rank 0: nothing to write as an adapter; use {option('to', 'dense')}"
         )
     make_plain(model, SparseLowRankLinear.unpacked)
-    model.save_pretrained(part / "base", max_shard_size=max_shard_size)
-    return write_peft(model, factors, part, destination) | {"base": part / "base"}
+    target.save(model, target.base)
+    return write_peft(model, factors, target) | {"base": target.base}
 
 
-def factors_of(model: PreTrainedModel) -> dict[str, tuple[Tensor, Tensor]]:
-    """u: (out, r) and v: (r, in) of every layer that has them, by its name."""
-    pairs = ((name, layer.factors()) for name, layer in compressed_layers(model).items())
-    return {name: (pair[0].detach(), pair[1].detach()) for name, pair in pairs if pair is not None}
+def factors_of(model: PreTrainedModel) -> Factors:
+    """The factors by the names of the layers."""
+    found: Factors = {}
+    for name, layer in compressed_layers(model).items():
+        factors = layer.factors()
+        if factors is not None:
+            u, v = factors
+            found[name] = u.detach(), v.detach()
+    return found
 
 
 def write_peft(
-    model: PreTrainedModel, factors: dict[str, tuple[Tensor, Tensor]], part: Path, destination: Path
+    model: PreTrainedModel,
+    factors: Factors,
+    target: Target,
 ) -> dict[str, Path]:
     """Write the adapter alone, for a model whose layers are plain ones again; nothing without
     factors.
     """
     if not factors:
         return {}
+    sites = find_sites(model)
     tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
     for name, (u, v) in factors.items():
         # PEFT adds x Aᵀ Bᵀ · lora_alpha / r, with A: (r, in) and B: (out, r).
-        tensors |= {
-            f"base_model.model.{name}.lora_{x}.weight": t.contiguous()
-            for x, t in (("A", v), ("B", u))
-        }
-    sites = find_sites(model)
-    ranks = {name: len(v) for name, (_, v) in factors.items()}
-    config = adapter_config(
-        ranks, str(destination / "base"), any(sites[name].transposed for name in ranks)
-    )
-    (part / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    save_file(tensors, part / "adapter_model.safetensors", metadata={"format": "pt"})
-    return {"peft": part}
+        tensors[f"base_model.model.{name}.lora_A.weight"] = v.contiguous()
+        tensors[f"base_model.model.{name}.lora_B.weight"] = u.contiguous()
+        ranks[name] = len(v)
+    transposed = any(sites[name].transposed for name in ranks)
+    config = adapter_config(ranks, str(target.final / "base"), transposed)
+    text = json.dumps(config, indent=1) + "\n"
+    (target.folder / "adapter_config.json").write_text(text, encoding="utf-8")
+    save_file(tensors, target.folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return {"peft": target.folder}
 
 
 def adapter_config(

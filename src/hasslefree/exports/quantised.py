@@ -15,95 +15,80 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hasslefree.errors import ModelError, option
-from hasslefree.exports.codes import check_layers, grid_of, group_of, numbers_of
-from hasslefree.exports.formats import factors_of, make_plain, write_peft
+from hasslefree.exports.codes import check_layers
+from hasslefree.exports.formats import Factors, Target, factors_of, make_plain, write_peft
 from hasslefree.models.sites import find_sites
 
 # The tensors of S by their names after that of the layer, such as "weight_packed".
 Packed = dict[str, dict[str, Tensor]]
 
 
-def write_compressed_tensors(
-    model: PreTrainedModel, part: Path, destination: Path, max_shard_size: str
-) -> dict[str, Path]:
-    """Write S in the pack-quantized layout of compressed-tensors into part/base, and L for PEFT
-    into `part`.
-    """
+def write_compressed_tensors(model: PreTrainedModel, target: Target) -> dict[str, Path]:
+    """Write S in the pack-quantized layout of compressed-tensors into `base`, and L for PEFT."""
     packed: Packed = {}
-    schemes: dict[str, dict[str, Any]] = {}
-    for name, layer in check_layers(model, "vllm").items():
-        grid = grid_of(layer)
-        group = group_of(layer, "vllm")
-        schemes[name] = {
-            "num_bits": grid.bits,
-            "type": "int",
-            "symmetric": grid.symmetric,
-            "dynamic": False,
-        }
-        schemes[name] |= (
-            {"strategy": "group", "group_size": group} if grid.group else {"strategy": "channel"}
-        )
-        # Zeros are packed along the outputs: a column is that of a group.
-        grouped = {"weight_scale": layer.get_parameter("weight_scale").detach()}
-        grouped |= (
-            {} if grid.symmetric else {"weight_zero_point": layer.get_buffer("weight_zero_point")}
-        )
-        times = grid.group // group if grid.group else 1
-        packed[name] = {key: tensor.repeat_interleave(times, 1) for key, tensor in grouped.items()}
-        packed[name]["weight_packed"] = layer.tensors()["weight_packed"]
-        packed[name]["weight_shape"] = torch.tensor(layer.spec.shape)
+    groups: list[dict[str, Any]] = []
+    for name, coded in check_layers(model, "vllm").items():
+        grid = coded.grid
+        scheme = {"num_bits": grid.bits, "type": "int", "symmetric": grid.symmetric}
+        scheme |= {"dynamic": False, "strategy": "channel"}
+        tensors = coded.layer.tensors()
+        parts = {"weight_scale": coded.layer.weight.detach()}
+        if not grid.symmetric:
+            # Packed along the outputs: a column is that of a group.
+            parts["weight_zero_point"] = tensors["weight_zero_point"]
+        if grid.group:
+            scheme |= {"strategy": "group", "group_size": coded.group}
+            for leaf, numbers in parts.items():
+                parts[leaf] = coded.repeated(numbers)
+        parts["weight_packed"] = tensors["weight_packed"]
+        parts["weight_shape"] = torch.tensor(coded.layer.spec.shape)
+        packed[name] = parts
+        for group in groups:
+            if group["weights"] == scheme:
+                group["targets"].append(name)
+                break
+        else:
+            groups.append({"targets": [name], "weights": scheme})
+    if len(groups) == 1:
+        groups[0]["targets"] = ["Linear"]
     # Compressed layers are no nn.Linear.
     dense = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    status = {
+    config = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
+        "config_groups": {f"group_{index}": group for index, group in enumerate(groups)},
+        "ignore": dense,
     }
-    config = {**status, "config_groups": config_groups(schemes), "ignore": dense}
     factors = factors_of(model)
-    write_base(model, packed, part / "base", max_shard_size, {"quantization_config": config})
-    return write_peft(model, factors, part, destination) | {"base": part / "base"}
+    write_base(model, packed, target, {"quantization_config": config})
+    return write_peft(model, factors, target) | {"base": target.base}
 
 
-def config_groups(schemes: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The layers with each scheme, which compressed-tensors calls a group."""
-    groups: list[dict[str, Any]] = []
-    for scheme in schemes.values():
-        names = [name for name, its in schemes.items() if its == scheme]
-        group = {"targets": ["Linear"] if len(names) == len(schemes) else names, "weights": scheme}
-        groups += [group] if group not in groups else []
-    return {f"group_{index}": group for index, group in enumerate(groups)}
-
-
-def write_mlx(
-    model: PreTrainedModel, part: Path, _destination: Path, max_shard_size: str
-) -> dict[str, Path]:
-    """Write S in MLX's affine layout into part/base, and L as an adapter of mlx-lm into `part`.
+def write_mlx(model: PreTrainedModel, target: Target) -> dict[str, Path]:
+    """Write S in MLX's affine layout into `base`, and L as an adapter of mlx-lm.
 
     MLX packs codes as `weight_packed` does, for all bits. The adapter has one rank: lower ones get
     zeros.
     """
     packed: Packed = {}
     forms: dict[str, Any] = {}
-    for name, layer in check_layers(model, "mlx").items():
-        grid = grid_of(layer)
-        scale, second = numbers_of(layer, "mlx")
-        forms[name] = {"group_size": group_of(layer, "mlx"), "bits": grid.bits}
-        words = layer.tensors()["weight_packed"].view(torch.uint32)
-        # The zero of a symmetric grid is a power of two: its product with the scale is exact.
-        packed[name] = {
-            "weight": words,
-            "scales": scale,
-            "biases": second if grid.offset else -second * scale,
-        }
-    folders = write_mlx_adapter(factors_of(model), part)
+    for name, coded in check_layers(model, "mlx").items():
+        forms[name] = {"group_size": coded.group, "bits": coded.grid.bits}
+        biases = coded.second
+        if not coded.grid.offset:
+            # The zero of a symmetric grid is a power of two: its product with the scale is exact.
+            biases = -biases * coded.scale
+        words = coded.layer.tensors()["weight_packed"].view(torch.uint32)
+        packed[name] = {"weight": words, "scales": coded.scale, "biases": biases}
+    folders = write_mlx_adapter(factors_of(model), target.folder)
     usual = max(forms.values(), key=list(forms.values()).count)
-    config = {"quantization": usual | {name: form for name, form in forms.items() if form != usual}}
-    write_base(model, packed, part / "base", max_shard_size, config)
-    return folders | {"mlx-base": part / "base"}
+    others = {name: form for name, form in forms.items() if form != usual}
+    write_base(model, packed, target, {"quantization": usual | others})
+    return folders | {"mlx-base": target.base}
 
 
-def write_mlx_adapter(factors: dict[str, tuple[Tensor, Tensor]], part: Path) -> dict[str, Path]:
+def write_mlx_adapter(factors: Factors, folder: Path) -> dict[str, Path]:
     """adapters.safetensors and adapter_config.json with a scale of 1; nothing without factors."""
     if not factors:
         return {}
@@ -115,34 +100,35 @@ def write_mlx_adapter(factors: dict[str, tuple[Tensor, Tensor]], part: Path) -> 
     # Full names: mlx-lm then leaves the layers of other blocks as they are, whatever num_layers is.
     parameters = {"rank": rank, "scale": 1.0, "dropout": 0.0, "keys": sorted(factors)}
     config = {"fine_tune_type": "lora", "num_layers": -1, "lora_parameters": parameters}
-    (part / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    save_file(tensors, part / "adapters.safetensors", metadata={"format": "mlx"})
-    return {"mlx": part}
+    (folder / "adapter_config.json").write_text(
+        json.dumps(config, indent=1) + "\n", encoding="utf-8"
+    )
+    save_file(tensors, folder / "adapters.safetensors", metadata={"format": "mlx"})
+    return {"mlx": folder}
 
 
 def write_base(
     model: PreTrainedModel,
     packed: Packed,
-    folder: Path,
-    max_shard_size: str,
+    target: Target,
     config: dict[str, Any],
 ) -> None:
     """Write the model, changed in place, with `packed` for the compressed weights and `config` in
     config.json.
     """
     make_plain(model, lambda layer: torch.empty(layer.spec.shape, dtype=model.dtype, device="meta"))
-    if transposed := [
-        name for name, site in find_sites(model).items() if site.transposed and name in packed
-    ]:
-        raise ModelError(
-            f"layer {transposed[0]} stores its weight as (in, out), for which this format has no"
-            f" packed layout; use {option('to', 'gguf')} or {option('to', 'dense')}"
-        )
+    sites = find_sites(model)
     tensors = model.state_dict()
     for name, parts in packed.items():
+        if sites[name].transposed:
+            raise ModelError(
+                f"layer {name} stores its weight as (in, out), for which this format has no packed"
+                f" layout; use {option('to', 'gguf')} or {option('to', 'dense')}"
+            )
         del tensors[f"{name}.weight"]
-        tensors |= {f"{name}.{leaf}": tensor for leaf, tensor in parts.items()}
-    model.save_pretrained(folder, state_dict=tensors, max_shard_size=max_shard_size)
-    file = folder / "config.json"
+        for leaf, tensor in parts.items():
+            tensors[f"{name}.{leaf}"] = tensor
+    target.save(model, target.base, tensors)
+    file = target.base / "config.json"
     content = json.loads(file.read_text(encoding="utf-8")) | config
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

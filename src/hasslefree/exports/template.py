@@ -8,6 +8,7 @@ has the dense weight W of each layer, and S + u v, which approximates it, is nea
 than to any other matrix.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,15 +45,15 @@ class Template:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """(out, in) of a matrix."""
-        return tuple(int(size) for size in reversed(self.tensors[name].shape))
+        return tuple(self.tensors[name].shape[::-1].tolist())
+
+    def dtype(self, name: str) -> torch.dtype:
+        return PLAIN[self.tensors[name].tensor_type.name]
 
     def values(self, name: str) -> Tensor:
         """A tensor in float32, in the shape above."""
-        tensor = self.tensors[name]
-        flat = torch.frombuffer(
-            bytearray(tensor.data.tobytes()), dtype=PLAIN[tensor.tensor_type.name]
-        )
-        return flat.float().view(self.shape(name))
+        content = bytearray(self.tensors[name].data.tobytes())
+        return torch.frombuffer(content, dtype=self.dtype(name)).float().view(self.shape(name))
 
     def holds(
         self,
@@ -64,23 +65,25 @@ class Template:
         other.
         """
         theirs = self.values(name)
-        kind = PLAIN[self.tensors[name].tensor_type.name]
-        return torch.equal((ours.float() + shift).to(kind).float(), theirs) or torch.equal(
-            (theirs - shift).to(ours.dtype), ours
-        )
+        rounded = (ours.float() + shift).to(self.dtype(name)).float()
+        return torch.equal(rounded, theirs) or torch.equal((theirs - shift).to(ours.dtype), ours)
 
     def error(self, problem: str) -> ModelError:
-        return ModelError(
-            f"the template {self.path} {problem}; make the template with llama.cpp's"
-            " convert_hf_to_gguf.py, --outtype bf16, from the dense model that was compressed"
-        )
+        return template_error(self.path, problem)
 
 
-def read_template(path: str | Path | None) -> Template:
+def template_error(path: Path, problem: str) -> ModelError:
+    return ModelError(
+        f"the template {path} {problem}; make the template with llama.cpp's convert_hf_to_gguf.py,"
+        " --outtype bf16, from the dense model that was compressed"
+    )
+
+
+def read_template(file: str | Path | None) -> Template:
     """Open a template. Raises a ModelError if it is none: missing, not a GGUF file, quantised, or
     in parts.
     """
-    if path is None:
+    if file is None:
         raise ModelError(
             f"{option('to', 'gguf')} needs {option('template')}, a GGUF file of the dense model, as"
             " llama.cpp's convert_hf_to_gguf.py with --outtype bf16 writes it"
@@ -92,24 +95,23 @@ def read_template(path: str | Path | None) -> Template:
         raise ModelError(
             f"{option('to', 'gguf')} needs the package gguf, which is not installed: {remedy}"
         ) from None
-    empty = Template(Path(path), None, {})
+    path = Path(file)
     try:
-        if not empty.path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # a pipe would be waited for
             raise ValueError("it is no regular file")
         reader = GGUFReader(path)
         parts = reader.get_field("split.count")
         count = int(parts.contents()) if parts else 1
     except Exception as error:  # the reader checks nothing
-        raise empty.error(f"cannot be read as a GGUF file ({error})") from None
-    template = Template(empty.path, reader, {tensor.name: tensor for tensor in reader.tensors})
+        raise template_error(path, f"cannot be read as a GGUF file ({error})") from None
     if count > 1:
-        raise template.error("is one of several parts")
+        raise template_error(path, "is one of several parts")
     for tensor in reader.tensors:
-        if tensor.tensor_type.name not in PLAIN:
-            raise template.error(
-                f"is quantised already: {tensor.name} has the type {tensor.tensor_type.name}"
-            )
-    return template
+        kind = tensor.tensor_type.name
+        if kind not in PLAIN:
+            problem = f"is quantised already: {tensor.name} has the type {kind}"
+            raise template_error(path, problem)
+    return Template(path, reader, {tensor.name: tensor for tensor in reader.tensors})
 
 
 @dataclass(frozen=True)
@@ -139,12 +141,9 @@ def find_matrices(
                 f"has {len(theirs)} matrices of {shape[0]}×{shape[1]}, and the model has"
                 f" {len(ours)}, such as {ours[0]}"
             )
-        sums = (
-            [values(name).float().sum(0) for name in ours],
-            [template.values(name).sum(0) for name in theirs],
-        )
-        first, second = (F.normalize(torch.stack(vectors), dim=1) for vectors in sums)
-        likeness = first @ second.T
+        our_sums = torch.stack([values(name).float().sum(0) for name in ours])
+        their_sums = torch.stack([template.values(name).sum(0) for name in theirs])
+        likeness = F.normalize(our_sums, dim=1) @ F.normalize(their_sums, dim=1).T
         for index, name in enumerate(ours):
             best = int(likeness[index].argmax())
             if likeness[index, best] < LIKE or int(likeness[:, best].argmax()) != index:
@@ -189,7 +188,11 @@ def nearest_rows(rows: Tensor, among: Tensor) -> Tensor:
 
 
 def find_vector(
-    template: Template, name: str, begin: str, ours: Tensor, trained: bool
+    template: Template,
+    name: str,
+    begin: str,
+    ours: Tensor,
+    trained: bool,
 ) -> dict[str, Tensor]:
     """The new values of the tensor in the template that is this vector, float32; nothing if they
     are the same.
@@ -197,24 +200,24 @@ def find_vector(
     begin: of its name there. trained: whether it may have moved a little since it was dense. Raises
     a ModelError if no tensor is clearly it.
     """
-    found = []
+    found: list[tuple[float, str, Tensor]] = []
     for theirs, tensor in template.tensors.items():
-        if tensor.n_elements == ours.numel() and theirs.startswith(begin):
-            values = template.values(theirs)
-            for shift in (0, 1):  # the converter adds 1 to the gains of Gemma
-                moved = ours.view(values.shape).float() + shift
+        if tensor.n_elements != ours.numel() or not theirs.startswith(begin):
+            continue
+        values = template.values(theirs)
+        vector = ours.view_as(values)
+        for shift in (0, 1):  # the converter adds 1 to the gains of Gemma
+            moved = vector.float() + shift
+            distance = 0.0
+            if not template.holds(theirs, vector, shift):
                 distance = float((moved - values).norm() / values.norm().clamp_min(1e-30))
-                found.append(
-                    (
-                        0.0 if template.holds(theirs, ours.view_as(values), shift) else distance,
-                        theirs,
-                        moved,
-                    )
-                )
+            found.append((distance, theirs, moved))
     found.sort(key=lambda each: each[0])
     most = NEAR if trained else 0.0
-    if not found or found[0][0] > most or (len(found) > 1 and found[1][0] < 2 * found[0][0]):
+    nearest = found[0][0] if found else math.inf
+    if nearest > most or (len(found) > 1 and found[1][0] < 2 * nearest):
         raise template.error(f"is of another model: none of its tensors is clearly {name}")
-    if found[0][0]:
-        return {found[0][1]: found[0][2]}
+    _, theirs, moved = found[0]
+    if nearest:
+        return {theirs: moved}
     return {}
