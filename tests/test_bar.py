@@ -1,6 +1,5 @@
 """How a terminal shows the phases of a run, what a pipe gets, and the bar of a call from Python."""
 
-import codecs
 import io
 import logging
 from collections import Counter
@@ -12,7 +11,7 @@ from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 from rich.console import Console
 
 from hasslefree.bar import with_bar
-from hasslefree.cli import bars, in_ascii
+from hasslefree.cli import bars
 from hasslefree.progress import INPUTS, LOADING, SOLVING, Phases
 
 
@@ -108,9 +107,3 @@ def test_a_listener_replaces_the_bar(monkeypatch):
     call(progress=steps.append)
     assert len(steps) == 8
     assert screen.getvalue() == ""
-
-
-def test_a_terminal_without_utf_8_gets_plain_characters():
-    codecs.register_error("in_ascii", in_ascii)
-    assert "16×32 … λ\udcff".encode("ascii", "in_ascii") == rb"16x32 ... \u03bb\udcff"
-    assert "16×32 … λ".encode("latin-1", "in_ascii") == b"16\xd732 ... \\u03bb"

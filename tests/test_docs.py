@@ -9,7 +9,6 @@ import pytest
 import typer.main
 
 import hasslefree
-from hasslefree.cli.arguments import spread_lists
 from hasslefree.cli.common import app
 
 ROOT = Path(__file__).parents[1]
@@ -80,7 +79,7 @@ def test_commands_of_the_pages_parse(page):
     fields = {field.name for field in dataclasses.fields(hasslefree.Recipe)}
     commands = typer.main.get_command(app).commands
     for line in command_lines(page):
-        name, *arguments = spread_lists(line, commands)
+        name, *arguments = line
         assert name in commands, f"{page.name}: there is no command {name}"
         given = commands[name].make_context(name, arguments).params
         if "recipe" in given and given["recipe"] is None:

@@ -8,11 +8,9 @@ import inspect
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
-from types import GenericAlias
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model, validate_call
 from pydantic_core import ErrorDetails
 
 from hasslefree.errors import ArgumentError, BudgetError, HasslefreeError, with_arguments
@@ -97,36 +95,31 @@ def typed(function: F) -> F:
     """A function whose arguments must be of their types; an ArgumentError names the first that is
     not.
     """
-    signature = inspect.signature(function)
-    adapters = dict[str, TypeAdapter[Any]]()
+    parameters = inspect.signature(function).parameters
+
+    @functools.cache
+    def checked() -> Callable[..., Any]:
+        config = ConfigDict(strict=True, arbitrary_types_allowed=True)
+        return validate_call(config=config)(function)
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        if not adapters:
-            config = ConfigDict(strict=True, arbitrary_types_allowed=True)
-            # In a tuple, since a dataclass may have a configuration of its own.
-            for name, kind in get_type_hints(function, include_extras=True).items():
-                adapters[name] = TypeAdapter(cast(Any, GenericAlias(tuple, (kind,))), config=config)
         try:
-            given = signature.bind(*args, **options).arguments
-        except TypeError as error:
-            raise ArgumentError(f"{function.__name__}: {error}") from None
-        for name, value in given.items():
-            if isinstance(value, str | Path) and "\0" in str(value):
-                raise ArgumentError(
-                    f"{name} contains a null character: {str(value)!r:.60}; leave it out", (name,)
-                )
-            try:
-                adapters[name].validate_python((value,))
-            except ValidationError as error:
-                limits = [each["msg"] for each in error.errors() if each["type"] in LIMITS]
-                if limits:
-                    cause = describe_limit(limits[0])
-                else:
-                    kind = inspect.formatannotation(get_type_hints(function)[name])
-                    cause = kind.replace("'", "")
-                raise ArgumentError(f"{name} must be {cause}, got {value!r:.60}", (name,)) from None
-        return function(*args, **options)
+            return checked()(*args, **options)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = first["loc"][0]
+            name = list(parameters)[place] if isinstance(place, int) else place
+            if name not in parameters or first["type"] == "missing_argument":
+                raise ArgumentError(f"{function.__name__}: {name}: {first['msg']}") from None
+            limits = [each["msg"] for each in error.errors() if each["type"] in LIMITS]
+            if limits:
+                cause = describe_limit(limits[0])
+            else:
+                kind = inspect.formatannotation(get_type_hints(function)[name])
+                cause = kind.replace("'", "")
+            message = f"{name} must be {cause}, got {first['input']!r:.60}"
+            raise ArgumentError(message, (name,)) from None
 
     return call  # type: ignore[return-value]
 

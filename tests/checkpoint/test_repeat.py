@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from hasslefree import Recipe
 from hasslefree.checkpoint.record import Record, command_of
-from hasslefree.cli.arguments import spread_lists
 from hasslefree.cli.common import app
 from hasslefree.errors import RecipeError
 
@@ -35,7 +34,7 @@ def parsed(command, monkeypatch):
     assert words.pop(0) == "hasslefree"
     root = typer.main.get_command(app)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        root(args=spread_lists(words, root.commands))
+        root(args=words)
     return seen
 
 

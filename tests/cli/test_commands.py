@@ -5,7 +5,6 @@ import io
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import typer.main
 from transformers import AutoModelForCausalLM
 
 from hasslefree.cli import run_app
-from hasslefree.cli.arguments import spread_lists
 from hasslefree.cli.common import app
 from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL
 from hasslefree.recipe.resolve import DEFAULT_SIZE
@@ -74,7 +72,7 @@ def compressed(tmp_path_factory):
     words = ["compress", MODEL, out, "--rank", "4", "--method", "eora", "--leave-dense", "*.0.*", "*.1.*", *QUICK]
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         root = typer.main.get_command(app)
-        root(args=spread_lists(list(map(str, words)), root.commands), standalone_mode=False)
+        root(args=list(map(str, words)), standalone_mode=False)
     return out, printed.getvalue()
 
 
@@ -139,8 +137,8 @@ def test_results_are_kept_if_the_dense_model_cannot_be_measured(compressed, monk
     code, text = run(monkeypatch, capsys, *words, "--dense", tmp_path / "dense", "--output", tmp_path / "results.json")
     assert code != 0
     measured = json.loads((tmp_path / "results.json").read_text())["perplexity"][str(HELD_OUT)]["perplexity"]
-    assert f"perplexity on {HELD_OUT}: {measured:.3f}" in text.replace("\n", "")
-    assert "The results of" in text
+    assert f"perplexity of {compressed[0]} on {HELD_OUT}: {measured:.3f}" in text.replace("\n", "")
+    assert len(re.findall(f"{measured:.3f}", text)) == 2, "the table is printed too"
 
 
 @pytest.mark.parametrize(("dense", "said"), [("none", None), (None, "name it with --dense"), (MODEL, None)])
@@ -192,36 +190,14 @@ def test_report(compressed, monkeypatch, capsys, tmp_path):
 
 
 BAD = {
-    "unknown method": (["--method", "hasslefre"], "Did you mean 'hassle-free'"),
-    "unknown pattern": (["--pattern", "unstructred", "--rank", "4"], "Did you mean 'unstructured'"),
     "unknown pruner": (["--rank", "4", "--pruner", "sparsgpt"], "Did you mean 'sparsegpt'"),
-    "N > M": (["--pattern", "5:4", "--rank", "4"], "5:4 is impossible"),
-    "width": (
-        ["--pattern", "2:7", "--rank", "4"],
-        "divides 192, or --pattern row --sparsity 0.71",
-    ),
-    "rank": (["--rank", "65"], "rank 65 is larger than the narrowest weight (64×192)"),
-    "ratio": (["--ratio", "0.6"], "largest feasible ratio is 0.5"),
+    "width": (["--pattern", "2:7", "--rank", "4"], "divides 192, or --pattern row --sparsity 0.71"),
+    "rank": (["--rank", "65"], "rank 65 is larger than the weight (64×192); use --rank 64"),
     "two budgets": (["--ratio", "0.4", "--rank", "4"], "not both"),
     "missing text": (["--rank", "4", "--calibration", "none.txt"], "none.txt does not exist"),
-    "unknown text": (["--rank", "4", "--calibration", "wikitext"], "Did you mean 'wikitext2'"),
-    "no text of this name": (["--rank", "4", "--calibration", "foo"], "c4, ptb, self, wikitext2"),
-    "short text": (["--rank", "4", "--samples", "9999", "--seqlen", "512"], "are needed"),
     "positions": (["--rank", "4", "--seqlen", "4096"], "takes at most 512 tokens"),
     "device": (["--rank", "4", "--device", "gpu"], "device 'gpu' cannot be used"),
-    "a grid": (["--method", "joint", "--bits", "4", "--rank", "4"], "method 'joint' does not quantise S"),
-    "bits": (["--method", "gptq", "--bits", "7"], "bits must be one of 2, 3, 4, 5, 6, 8, got 7"),
-    "bits of factors": (["--rank", "4", "--factor-bits", "4"], "factor_bits must be 8, got 4"),
-    "groups": (
-        ["--method", "gptq", "--group-size", "128"],
-        "does not divide the 192 inputs of the layer; use --group-size 64",
-    ),
-    "cut groups": (
-        ["--method", "gptq", "--pattern", "2:6", "--asymmetric"],
-        "not a multiple of 6, the group length of the pattern",
-    ),
-    "dense": (["--pattern", "dense", "--rank", "4"], "pattern dense keeps every entry"),
-    "glob": (["--rank", "4", "--leave-dense", "*.nothing"], "matches no layer"),
+    "groups": (["--method", "gptq", "--group-size", "128"], "the 192 inputs of the layer; use --group-size 64"),
 }
 
 
@@ -241,16 +217,11 @@ def test_other_mistakes(monkeypatch, capsys, tmp_path):
     (folder / "x").write_text("x")
     for arguments, message in [
         (["compress", MODEL, folder, "--rank", "4", *QUICK], "use --overwrite"),
-        (["compress", tmp_path / "a/b/none", tmp_path / "out", "--rank", "4", *QUICK], "none does not exist"),
-        (["compress", folder, tmp_path / "out", "--rank", "4", *QUICK], "give a folder with config.json"),
-        (["compress", MODEL, tmp_path / "out", "--recipe", "none.yaml"], "cannot be read"),
         (["compress", MODEL, tmp_path / "out", "--rank", "four"], "valid integer"),
         (["inspect", MODEL], "is not a compressed model"),
-        (["inspect", "someone/model"], "the folder someone/model does not exist"),
         (["inspect", MODEL, "--output", tmp_path], "is a folder"),
         (["evaluate", MODEL], "name at least one text or task"),
         (["evaluate", MODEL, "--perplexity", HELD_OUT, "--output", "/none/r.json"], "does not exist"),
-        (["evaluate", MODEL, "--perplexity", HELD_OUT, "--output", tmp_path], "is a folder"),
         (["evaluate", MODEL, "--perplexity", HELD_OUT, "--seqlen", "1"], "--seqlen"),
         (["evaluate", MODEL, "--perplexity", HELD_OUT, "--max-tokens", "-5"], "--max-tokens"),
     ]:
@@ -267,20 +238,13 @@ def test_export(compressed, monkeypatch, capsys, tmp_path):
         assert f"Written to {tmp_path / to}" in text
         assert (tmp_path / to / file).is_file()
     for arguments, message in [
-        (
-            [out, "--to", "onnx", tmp_path / "new"],
-            "unknown export format 'onnx'. Known: compressed-tensors, dense",
-        ),
         ([out, tmp_path / "new"], "--to"),
         ([out, "--to", "dense"], "DEST"),
-        ([MODEL, "--to", "dense", tmp_path / "new"], "is not compressed by hasslefree"),
-        ([tmp_path / "none", "--to", "dense", tmp_path / "new"], "none does not exist"),
         ([out, "--to", "dense", tmp_path / "peft"], "use --overwrite"),
     ]:
         code, text = run(monkeypatch, capsys, "export", *arguments)
         assert code == 2, text
         assert message in text.replace("\n", " "), text
-        assert "Traceback" not in text
     assert {path.name for path in tmp_path.iterdir()} == {"dense", "peft"}
 
 
@@ -295,26 +259,22 @@ def test_a_checkpoint_that_is_cut_short(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "spread"),
+    ("words", "lists", "argument"),
     [
-        ("evaluate m --perplexity a b --seqlen 9", "evaluate m --perplexity a --perplexity b --seqlen 9"),
-        ("evaluate --tasks piqa OUT", "evaluate --tasks piqa OUT"),
-        ("evaluate --tasks piqa rte OUT", "evaluate --tasks piqa --tasks rte OUT"),
-        ("evaluate --quiet --tasks piqa rte m", "evaluate --quiet --tasks piqa --tasks rte m"),
-        ("--verbose evaluate m --tasks piqa rte", "--verbose evaluate m --tasks piqa --tasks rte"),
-        ("compress --leave-dense x y m OUT", "compress --leave-dense x --leave-dense y m OUT"),
-        ("compress m OUT --leave-dense x y", "compress m OUT --leave-dense x --leave-dense y"),
-        ("run lm_eval --tasks piqa rte", "run lm_eval --tasks piqa rte"),
+        ("evaluate m --perplexity a b --seqlen 9", {"perplexity": ["a", "b"]}, "m"),
+        ("evaluate --tasks piqa m", {"tasks": ["piqa"]}, "m"),
+        ("evaluate --tasks piqa rte m --perplexity a", {"tasks": ["piqa", "rte"], "perplexity": ["a"]}, "m"),
+        ("evaluate --quiet --tasks piqa rte m", {"tasks": ["piqa", "rte"]}, "m"),
+        ("compress --leave-dense x y m OUT", {"leave_dense": ["x", "y"]}, "m"),
+        ("compress m OUT --leave-dense x y", {"leave_dense": ["x", "y"]}, "m"),
+        ("run lm_eval --tasks piqa rte", {"arguments": ["--tasks", "piqa", "rte"]}, "lm_eval"),
     ],
 )
-def test_a_list_flag_leaves_the_arguments_of_the_command(words, spread):
-    assert spread_lists(words.split(), typer.main.get_command(app).commands) == spread.split()
-
-
-def test_python_dash_m_is_the_command():
-    done = subprocess.run([sys.executable, "-m", "hasslefree", "--help"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0
-    assert "compress" in done.stdout
+def test_a_list_flag_leaves_the_arguments_of_the_command(words, lists, argument):
+    name, *rest = words.split()
+    given = typer.main.get_command(app).commands[name].make_context(name, rest).params
+    assert {flag: list(given[flag]) for flag in lists} == lists
+    assert argument in given.values()
 
 
 def test_tasks_and_texts_of_one_model(monkeypatch, capsys, tmp_path):
@@ -332,16 +292,18 @@ def test_tasks_and_texts_of_one_model(monkeypatch, capsys, tmp_path):
         error = row[f"{row['metric']}_stderr"]
         assert error > 0, "nothing to print"
         assert line.split() == [task, row["metric"], f"{100 * row['value']:.2f}", f"{100 * error:.2f}", "3"]
-    assert f"perplexity on {HELD_OUT}: {found['perplexity'][str(HELD_OUT)]['perplexity']:.3f}" in text.replace("\n", "")
+    assert (
+        f"perplexity of {MODEL} on {HELD_OUT}: {found['perplexity'][str(HELD_OUT)]['perplexity']:.3f}"
+        in text.replace("\n", "")
+    )
     assert f"{100 * found['average']:.2f}" in next(line for line in text.splitlines() if "average" in line)
     assert "only the first 3 rows" in " ".join(text.split())
     assert "Traceback" not in text
     for arguments, message in [
         (["--tasks", "winograde"], "Did you mean 'winogrande'"),
         (["--tasks", "rte", "--task-data", tmp_path], "the folder of --task-data must contain rte.jsonl"),
-        (["--tasks", "rte", "--batch-size", "many"], "--batch-size must be auto or a whole number"),
-        (["--tasks", "rte", "--batch-size", "0"], "--batch-size must be auto or a whole number"),
-        (["--tasks", "rte", "--limit", "0"], "--limit"),
+        (["--tasks", "rte", "--batch-size", "many"], "valid integer"),
+        (["--tasks", "rte", "--batch-size", "0"], "batch must be at least 1"),
         (["--tasks", "rte", "--task-data", rows, "--cache", results], "give another folder with --cache"),
     ]:
         code, text = run(monkeypatch, capsys, "evaluate", MODEL, *arguments)

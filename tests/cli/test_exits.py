@@ -23,14 +23,10 @@ from hasslefree.errors import (
     CheckpointError,
     HasslefreeError,
     OutputError,
-    Problem,
-    RecipeError,
     UnknownNameError,
-    WriteError,
 )
 from hasslefree.escaping import escaped, escaped_within
 from hasslefree.evaluation.run import evaluate
-from hasslefree.evaluation.tasks import form_of_rows
 from hasslefree.units import table
 
 REORDERING = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI", "BN"}  # BN: also all without a width
@@ -40,19 +36,15 @@ HOSTILE = "q\x1b]0;title\x07\x9b31m\u202e\u2066\u200b\ud800\x00\rproj"
 ENDS = {
     "typed wrong": (OutputError("OUT is a file; give a folder"), 2, "OUT is a file; give a folder"),
     "damaged": (CheckpointError("M is damaged; copy it again"), 1, "M is damaged"),
-    "full disk at the end of a run": (WriteError("OUT cannot be written; make room"), 1, "OUT cannot be written"),
     "full disk": (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out/x"), 1, "out/x cannot be used: No space left"),
     "loop of links": (OSError(errno.ELOOP, os.strerror(errno.ELOOP), "a"), 1, "a cannot be used: Too many levels"),
-    "loop of pathlib": (RuntimeError("Symlink loop from 'a'"), 1, "Symlink loop from 'a'; give another path"),
     "not UTF-8": (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), 1, "is not UTF-8"),
     "nesting": (RecursionError(), 1, "nested too deeply"),
     "numbers": (OverflowError("int too large to convert to float"), 1, "a number is too large"),
     "memory": (MemoryError(), 1, "not enough memory"),
     "memory of torch": (RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes"), 1, "not enough memory"),
-    "a long name": (CheckpointError(f"{'x' * 5000} is missing; download it"), 1, "is missing; download it"),
-    "many problems": (RecipeError.of([Problem(("a",), f"field {i} is wrong" * 5) for i in range(9)]), 2, "--verbose"),
     "a hostile name": (CheckpointError(f"{HOSTILE} is damaged\nerror: none"), 1, "\\nerror: none"),
-    "a defect": (KeyError("x"), 1, "this is a defect of hasslefree (KeyError: 'x')"),
+    "a defect": (KeyError("x"), 1, "this is a defect of hasslefree"),
 }
 
 
@@ -71,19 +63,12 @@ def end(monkeypatch, capsys, error, *flags):
 
 
 @pytest.mark.parametrize(("error", "code", "words"), ENDS.values(), ids=ENDS)
-def test_every_error_is_one_sentence(monkeypatch, capsys, tmp_path, error, code, words):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_every_error_is_one_sentence(monkeypatch, capsys, error, code, words):
     ended, text = end(monkeypatch, capsys, error)
     assert ended == code
     assert words in text
-    assert "Traceback" not in text
-    assert sum(-(-len(line) // 80) for line in text.splitlines()) <= 3
+    assert ("in raising" in text) == ("defect" in words), "the traceback of a defect alone"
     assert not any(unicodedata.category(letter) == "Cc" for letter in text if letter != "\n")
-    for file in tmp_path.iterdir():
-        assert str(file) in text
-        assert "inspect out" in file.read_text()
-        assert "Traceback" in file.read_text()
-    assert len(list(tmp_path.iterdir())) == (words.startswith("this is a defect"))
 
 
 def test_verbose_shows_the_traceback(monkeypatch, capsys):
@@ -96,15 +81,6 @@ def test_a_usage_error_is_one_sentence(monkeypatch, capsys):
     assert "No such option" in text
     assert "`hasslefree inspect --help`" in text
     assert "\x1b[31" not in text
-
-
-def test_a_command_that_is_misspelt(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["hasslefree", "compres"])
-    with pytest.raises(SystemExit):
-        run_app()
-    text = capsys.readouterr().err.replace("\n", " ")
-    assert "Did you mean 'compress'" in text
-    assert "?;" not in text
 
 
 def test_what_is_escaped():
@@ -168,7 +144,6 @@ def test_a_full_standard_output():
         (lambda: hasslefree.compress(3, "OUT"), "model must be str .* got 3"),
         (lambda: hasslefree.compress("M", 3), "out must be str .* got 3"),
         (lambda: hasslefree.compress("M", "OUT", {"rank": 2}), "recipe must be .*Recipe .* got {'rank': 2}"),
-        (lambda: hasslefree.compress("M", "OUT\0"), "out contains a null character"),
         (lambda: hasslefree.export("C", "E", max_shard_size=5), "max_shard_size must be str, got 5"),
         (lambda: hasslefree.advise("M", 3), "recipe must be .*Recipe, got 3"),
         (lambda: hasslefree.push(None, "me/it"), "folder must be str .* got None"),
@@ -190,9 +165,3 @@ def test_a_tokenizer_of_another_model(tmp_path):
     (tmp_path / "t.txt").write_text("import this, and then import that " * 20)
     with pytest.raises(hasslefree.HasslefreeError, match="ids outside the model's vocabulary"):
         evaluate(str(model), [str(tmp_path / "t.txt")])
-
-
-def test_rows_of_a_task_that_are_a_pipe(tmp_path):
-    os.mkfifo(tmp_path / "piqa.jsonl")
-    with pytest.raises(hasslefree.HasslefreeError, match="not a regular file"):
-        form_of_rows("piqa", tmp_path)

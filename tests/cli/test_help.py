@@ -47,16 +47,13 @@ def shown(table):
 
 
 def test_nothing_is_cut_in_40_columns(monkeypatch):
-    """Oracle: the letters of the same text in 80 columns, and the names of the options."""
+    """Oracle: the letters of the same text in 80 columns."""
 
-    def text(words, columns):
+    def letters(columns):
         monkeypatch.setenv("COLUMNS", str(columns))
-        return CliRunner().invoke(app, words, prog_name="hasslefree").stdout
+        return sorted("".join(CliRunner().invoke(app, ["methods"], prog_name="hasslefree").stdout.split()))
 
-    assert sorted("".join(text(["methods"], 40).split())) == sorted("".join(text(["methods"], 80).split()))
-    for name, command in COMMANDS.items():
-        found = re.findall(r"--[a-z-]+", text([name, "-h"], 40))
-        assert {name for option in command.params for name in option.opts if name[:2] == "--"} <= set(found)
+    assert letters(40) == letters(80)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -8,9 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import hasslefree
-from hasslefree import Recipe
-from hasslefree.demo.run import CALIBRATION, MODEL
+from hasslefree.demo.run import MODEL
 from hasslefree.errors import CheckpointError, NonFiniteError, OutputError
 from hasslefree.evaluation.harness import cache_name
 from hasslefree.evaluation.run import evaluate
@@ -25,14 +23,6 @@ NORMED = ("piqa", "hellaswag", "arc_easy", "arc_challenge", "openbookqa")
 @pytest.fixture
 def rows(tmp_path):
     return write_rows(tmp_path / "rows")
-
-
-@pytest.fixture(scope="module")
-def compressed(tmp_path_factory):
-    out = tmp_path_factory.mktemp("compressed") / "out"
-    recipe = Recipe(rank=2, method="eora", calibration=str(CALIBRATION), samples=2, seqlen=32, dtype="float32")
-    hasslefree.compress(MODEL, out, recipe, device="cpu")
-    return out
 
 
 def score(model, tokenizer, context, continuation):
@@ -59,9 +49,9 @@ def by_hand(folder, task):
 
 
 @pytest.mark.parametrize(("which", "tasks"), [("dense", list(TASKS)), ("compressed", ["piqa", "winogrande"])])
-def test_the_scores_are_those_of_whole_forward_passes(which, tasks, rows, compressed):
+def test_the_scores_are_those_of_whole_forward_passes(which, tasks, rows, out):
     """Oracle: the prompts written out in plain Python, and float64."""
-    folder = MODEL if which == "dense" else compressed
+    folder = MODEL if which == "dense" else out
     found = evaluate(str(folder), tasks=tasks, task_data=rows, dtype="float32", device="cpu", batch=3)
     expected = {task: by_hand(folder, task) for task in tasks}
     for task, (right, normed) in expected.items():
@@ -81,14 +71,13 @@ def test_the_scores_are_those_of_whole_forward_passes(which, tasks, rows, compre
     assert {right for right, _ in expected.values()} - {0, 1}, "nothing to tell apart"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_log_likelihood_is_kept_as_it_was_computed(dtype, tmp_path, rows):
+def test_every_log_likelihood_is_kept_as_it_was_computed(tmp_path, rows):
     """Oracle: the model's own logits, one request at a time, and their log-softmax in float64."""
     from lm_eval.api.model import hash_args
     from sqlitedict import SqliteDict
 
-    tasks, name = ["arc_easy", "rte"], str(dtype).removeprefix("torch.")
-    evaluate(str(MODEL), tasks=tasks, task_data=rows, dtype=name, device="cpu", cache=tmp_path / "cache")
+    tasks, dtype = ["arc_easy", "rte"], torch.bfloat16
+    evaluate(str(MODEL), tasks=tasks, task_data=rows, dtype="bfloat16", device="cpu", cache=tmp_path / "cache")
     (file,) = (tmp_path / "cache").iterdir()
     with SqliteDict(str(file)) as answers:
         kept = dict(answers)
@@ -177,20 +166,6 @@ def test_what_was_answered_before_a_crash_is_not_asked_again(monkeypatch, tmp_pa
     with monkeypatch.context() as patch:
         Counter(patch, most=0)
         assert evaluate(str(MODEL), **options, cache=tmp_path / "cache") == whole
-
-
-def test_a_changed_model_gets_none_of_the_old_answers(monkeypatch, tmp_path, rows):
-    folder = tmp_path / "model"
-    shutil.copytree(MODEL, folder)
-    options = {"tasks": ["rte"], "task_data": rows, "cache": tmp_path / "cache", "device": "cpu"}
-    evaluate(str(folder), **options)
-    weights = load_file(folder / "model.safetensors")
-    weights["model.layers.0.mlp.up_proj.weight"][0, 0] += 1
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    calls = Counter(monkeypatch)
-    evaluate(str(folder), **options)
-    assert calls.calls > 0
-    assert len(list((tmp_path / "cache").glob("answers-*.sqlite"))) == 2
 
 
 def change_a_weight(model, tokenizer):

@@ -10,9 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import hasslefree
-from hasslefree import Recipe
-from hasslefree.demo.run import CALIBRATION, MODEL
 from hasslefree.errors import ProgramError
 from hasslefree.launch.program import SITE, program_command
 
@@ -33,14 +30,6 @@ if __name__ == "__main__":
     print(json.dumps([logits(folder, ids), child]))
 """
 SHOW = "import sys\nprint(sys.argv[1:], 'hasslefree' in sys.modules)\nsys.exit(7)\n"
-
-
-@pytest.fixture(scope="module")
-def out(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("launch") / "out"
-    recipe = Recipe(rank=2, method="eora", calibration=str(CALIBRATION), samples=2, seqlen=32, dtype="float32")
-    hasslefree.compress(str(MODEL), folder, recipe, device="cpu")
-    return folder
 
 
 def run(where, *arguments, **environment):

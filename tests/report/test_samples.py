@@ -41,7 +41,7 @@ def test_without_the_dense_model_the_page_says_why(out, monkeypatch):
     found = sample_folders([out], ["ab"], max_new_tokens=2, device="cpu")
     assert found[0].samples[0].dense is None
     page = render(read_content([out]), found)
-    assert f"The dense model {MODEL} was not found from this folder or in the cache of the hub; name it with" in page
+    assert f"the dense model {MODEL} was not found from this folder or in the cache of the hub; name it with" in page
     assert sample_folders([out], ["ab"], "none", 2, device="cpu")[0].remark is None
 
 

@@ -1,6 +1,5 @@
 """The command line."""
 
-import codecs
 import sys
 from io import TextIOWrapper
 from typing import Any
@@ -11,17 +10,8 @@ from wrapt import register_post_import_hook
 # Each module adds its commands to the application; within a heading, the help lists them in this
 # order.
 from hasslefree.cli import compress, evaluate, export, generate, inspect  # noqa: F401
-from hasslefree.cli.arguments import spread_lists
 from hasslefree.cli.common import app
 from hasslefree.cli.exits import report
-
-_PLAIN = str.maketrans("×–−·≈ᵀ", "x--*~'") | str.maketrans({"…": "...", "→": "->"})
-
-
-def in_ascii(error: Any) -> tuple[str, int]:
-    """Handle a UnicodeEncodeError: plain characters for those of our texts, escapes for others."""
-    text = error.object[error.start : error.end].translate(_PLAIN)
-    return text.encode("ascii", "backslashreplace").decode(), error.end
 
 
 def run_app() -> None:
@@ -29,23 +19,20 @@ def run_app() -> None:
     register_post_import_hook(_quiet_transformers, "transformers.utils.logging")
     register_post_import_hook(_quiet_hub, "huggingface_hub.utils.logging")
     _accept_any_text()
-    arguments = sys.argv[1:]
     root: Any = typer.main.get_command(app)
     try:
-        spread = spread_lists(arguments, root.commands)
-        code = root(args=spread, prog_name="hasslefree", standalone_mode=False)
+        code = root(args=sys.argv[1:], prog_name="hasslefree", standalone_mode=False)
         print(end="", flush=True)
     except Exception as error:
-        code = report(error, arguments)
+        code = report(error, verbose="--verbose" in sys.argv)
     sys.exit(code)
 
 
 def _accept_any_text() -> None:
     """Print in a locale without UTF-8, and print and read names that are not UTF-8."""
-    codecs.register_error("hasslefree", in_ascii)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="hasslefree")
+            stream.reconfigure(errors="backslashreplace")
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="replace")
 

@@ -4,9 +4,8 @@ import json
 import os
 import platform
 import re
-import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from importlib.metadata import version
 from inspect import cleandoc
@@ -17,7 +16,7 @@ import rich.console
 import typer
 from rich.console import RenderableType
 from rich.segment import Segment
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 import hasslefree
 from hasslefree.escaping import escaped
@@ -52,22 +51,30 @@ ON_TERMINAL = bool(sys.stderr) and sys.stderr.isatty()
 errors = Console(stderr=True, soft_wrap=not ON_TERMINAL)
 
 
-class Commands(TyperGroup):
+# Flags that take several values. --prompt does not: it is repeated before each text.
+LIST_FLAGS = ("--perplexity", "--tasks", "--leave-dense")
+
+
+class UntypedSwitches:
+    """A command, or a group of them, whose help shows no type of a switch."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        options: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for option in options:
+            if getattr(option, "is_flag", False):
+                option.metavar = ""
+        return options
+
+
+class Commands(UntypedSwitches, TyperGroup):
     """The commands; an interruption ends each of them with a line that says so, and exit code
     130.
     """
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)
-        for command in (self, *self.commands.values()):
-            command.get_params = partial(untyped_switches, command.get_params)  # type: ignore[method-assign]
         for command in self.commands.values():  # --verbose may stand before a command or after it
             command.params += [option for option in self.params if option.name == "verbose"]
-            command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(command.help or ""))
-            width = shutil.get_terminal_size().columns
-            if width < 60:  # rich would cut the names of options
-                command.rich_markup_mode = None  # type: ignore[attr-defined]
-                command.context_settings["terminal_width"] = width
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -78,19 +85,42 @@ class Commands(TyperGroup):
             raise typer.Exit(130) from None
 
 
-def untyped_switches(get_params: Callable[[Any], list[Any]], ctx: Any) -> list[Any]:
-    """The parameters of a command; the help shows no type of a switch."""
-    options = get_params(ctx)
-    for option in options:
-        if getattr(option, "is_flag", False):
-            option.metavar = ""
-    return options
+class Command(UntypedSwitches, TyperCommand):
+    """A command whose list flags take several values, as in --tasks piqa rte.
+
+    The values of a list end at the next flag. If the command would then lack an argument, such as
+    the model in `evaluate --tasks piqa OUT`, the last values of the list are taken for it.
+    """
+
+    def __init__(self, *names: Any, **settings: Any):
+        super().__init__(*names, **settings)
+        # Lines end where the source has them, and a terminal may be narrower.
+        self.help = re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(self.help or ""))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat a list flag before each of its values, as the parser wants it."""
+        words: list[str] = []
+        repeated: list[int] = []
+        flag = ""
+        for argument in args:
+            if argument.startswith("-"):
+                flag = argument
+            elif flag in LIST_FLAGS and words[-1] != flag and ctx.allow_interspersed_args:
+                repeated.append(len(words))
+                words.append(flag)
+            words.append(argument)
+        given, _, _ = self.make_parser(ctx).parse_args(list(words))
+        for parameter in self.params:
+            if parameter.required and not isinstance(given.get(parameter.name), str) and repeated:
+                del words[repeated.pop()]
+        return super().parse_args(ctx, words)
 
 
 HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, context_settings=HELP
 )
+command = partial(app.command, cls=Command)
 
 
 def flag(panel: str | None, help: str, *names: str, **settings: Any) -> Any:

@@ -25,7 +25,7 @@ from hasslefree.cli.common import (
     Output,
     Quiet,
     Trust,
-    app,
+    command,
     console,
     flag,
     say,
@@ -62,10 +62,12 @@ def recipe_options() -> Iterator[Parameter]:
     An option that is not given is None.
     """
     types = typing.get_type_hints(Fields)
-    fields = sorted(
-        dataclasses.fields(Fields), key=lambda field: GROUPS.index(field.metadata["group"])
-    )
-    for field in sorted(fields, key=lambda field: [*COMMON, field.name].index(field.name)):
+
+    def place(field: Any) -> tuple[int, int]:
+        common_first = [*COMMON, field.name].index(field.name)
+        return common_first, GROUPS.index(field.metadata["group"])
+
+    for field in sorted(dataclasses.fields(Fields), key=place):
         text = COMMON.get(field.name) or help_of(field.name)
         group = None if field.name in COMMON else field.metadata["group"]
         if field.default not in (None, ()):
@@ -123,7 +125,7 @@ def with_recipe(command: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-@app.command(
+@command(
     "compress",
     rich_help_panel=COMPRESS,
     epilog="Example: hasslefree compress MODEL OUT --size 1.5GB",
@@ -154,17 +156,20 @@ def call_compress(
     except KeyboardInterrupt:
         raise KeyboardInterrupt("Interrupted before anything was written.") from None
 
-    options: dict[str, Any] = {
-        "device": device,
-        "activations": activations,
-        "trust_remote_code": trust_remote_code,
-    }
     read_seconds(out, "")  # raises an error if their file is another one
     common.prepare_push(push_to, private)
     try:
         with phase_bars() as progress:
             report = compress(
-                model, out, recipe, resume=resume, overwrite=overwrite, progress=progress, **options
+                model,
+                out,
+                recipe,
+                resume=resume,
+                overwrite=overwrite,
+                device=device,
+                activations=activations,
+                trust_remote_code=trust_remote_code,
+                progress=progress,
             )
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"Interrupted; {with_flags(describe_progress(out))}.") from None
@@ -188,7 +193,7 @@ def next_commands(out: Path, recipe: Recipe) -> str:
        hasslefree export {folder} --to {target} DEST"""
 
 
-@app.command(rich_help_panel=COMPRESS)
+@command(rich_help_panel=COMPRESS)
 @with_recipe
 def plan(
     model: Model,
@@ -221,20 +226,22 @@ def plan(
     if recipe.size and setup.resolved.allocate == "error":
         from hasslefree.pipeline.advise import advise
 
-        options: dict[str, Any] = {
-            "device": device,
-            "activations": activations,
-            "trust_remote_code": trust_remote_code,
-        }
         with phase_bars() as progress:
-            advice = advise(model, recipe, progress=progress, **options)
+            advice = advise(
+                model,
+                recipe,
+                device=device,
+                activations=activations,
+                trust_remote_code=trust_remote_code,
+                progress=progress,
+            )
         setup = dataclasses.replace(setup, plan=advice[0].plan)
         content["advice"] = [choice.to_dict() for choice in advice]
         tables.append(advice_table(advice))
     common.show(plan_summary(setup) | content, output, as_json, plan_table(setup, *tables))
 
 
-@app.command(rich_help_panel=COMPRESS)
+@command(rich_help_panel=COMPRESS)
 def methods(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help=SETTINGS)] = None,
     as_json: Json = False,
@@ -246,7 +253,7 @@ def methods(
     common.show(results, None, as_json, text)
 
 
-@app.command(rich_help_panel=common.TRY)
+@command(rich_help_panel=common.TRY)
 def demo(
     out: Annotated[
         Path | None, flag(OUTPUT, "Folder for the compressed models (default: they are not kept).")

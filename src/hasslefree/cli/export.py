@@ -7,7 +7,7 @@ import typer
 
 from hasslefree.cli import common
 from hasslefree.cli.bars import phase_bars
-from hasslefree.cli.common import OUTPUT, Folder, Quiet, app, flag
+from hasslefree.cli.common import OUTPUT, Folder, Quiet, command, flag
 
 FORMATS = (
     "dense (plain weights), peft (sparse weights and a LoRA adapter), narrow (without the heads and"
@@ -20,7 +20,7 @@ TEMPLATE = (
 )
 
 
-@app.command("export", rich_help_panel=common.ELSEWHERE)
+@command("export", rich_help_panel=common.ELSEWHERE)
 def call_export(
     folder: Folder,
     destination: Annotated[Path, typer.Argument(metavar="DEST", help="The folder to write.")],
@@ -53,7 +53,7 @@ def call_export(
 
 
 # What follows PROGRAM belongs to that program, whatever it looks like.
-@app.command(context_settings={"allow_interspersed_args": False}, rich_help_panel=common.ELSEWHERE)
+@command(context_settings={"allow_interspersed_args": False}, rich_help_panel=common.ELSEWHERE)
 def run(
     program: Annotated[
         str, typer.Argument(metavar="PROGRAM", help="A console script, a module, or a .py file.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from hasslefree.cli.common import RUN, TRY, Device, Dtype, Folder, Trust, app, console, flag, say
+from hasslefree.cli.common import (
+    RUN,
+    TRY,
+    Device,
+    Dtype,
+    Folder,
+    Trust,
+    command,
+    console,
+    flag,
+    say,
+)
 from hasslefree.errors import ModelError, PromptError, with_flags
 from hasslefree.units import size, table
 
@@ -24,7 +35,6 @@ TEXT = "Text"
 BACKEND = "How S is multiplied: dense, unpacked, numba or int4 (default: chosen for each layer)."
 # More only slow a machine down, and systems refuse thousands.
 MOST_THREADS = 4 * (os.cpu_count() or 1)
-LONGEST = 1 << 22  # characters of a prompt
 BESIDE = "Dense model to compare with; original: the one from which OUT was made (default: none)."
 Dense = Annotated[str, flag(None, BESIDE)]
 NewTokens = Annotated[int, flag(TEXT, "Maximum number of tokens to generate.", min=1)]
@@ -40,7 +50,7 @@ Backend = Annotated[str | None, flag(RUN, BACKEND)]
 say_piece = partial(say, end="")
 
 
-@app.command(rich_help_panel=TRY)
+@command(rich_help_panel=TRY)
 def generate(
     folder: Folder,
     prompt: Annotated[
@@ -62,39 +72,29 @@ def generate(
     A table shows the memory of its weights, and its speed. With --dense, the dense model continues
     the prompt too.
     """
+    from hasslefree.evaluation.continuation import Sampling
+
     if prompt is None:
         if sys.stdin.isatty():
             raise PromptError(
                 "there is no prompt; give it after the model's folder, or through a pipe"
             )
-        prompt = bounded(sys.stdin.read).removesuffix("\n")
+        prompt = sys.stdin.read().removesuffix("\n")
     if not prompt:
         raise PromptError("the prompt is empty; give some text to continue")
-    from hasslefree.evaluation.continuation import Sampling
-
-    sampling = Sampling(max_new_tokens, temperature, seed)
     options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-    set_threads(threads)
-    writers: dict[str, Writer] = {}
-    texts: list[Continuation] = []
-
-    def show(role: str, writer: Writer) -> None:
+    writers = load_writers(folder, dense, backend, threads, options)
+    sampling = Sampling(max_new_tokens, temperature, seed)
+    texts = []
+    for role, writer in writers.items():
         say(f"[{role}]", style="cyan")
         say(prompt, end="", style="bold")
         texts.append(writer.write(prompt, sampling, say_piece))
-        writers[role] = writer
         console.print()
-
-    show("compressed", load_compressed(folder, backend, options))
-    try:
-        original = load_dense(folder, dense, options)
-        if original is not None:
-            show("dense", original)
-    finally:  # the dense model may not fit
-        console.print(writer_table(writers, texts))
+    console.print(writer_table(writers, texts))
 
 
-@app.command(rich_help_panel=TRY)
+@command(rich_help_panel=TRY)
 def chat(
     folder: Folder,
     dense: Dense = "none",
@@ -115,11 +115,7 @@ def chat(
 
     sampling = Sampling(max_new_tokens, temperature, seed)
     options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-    set_threads(threads)
-    writers = {"compressed": load_compressed(folder, backend, options)}
-    original = load_dense(folder, dense, options)
-    if original is not None:
-        writers["dense"] = original
+    writers = load_writers(folder, dense, backend, threads, options)
     console.print(writer_table(writers))
     if any(writer.tokenizer.chat_template is None for writer in writers.values()):
         say(
@@ -134,7 +130,7 @@ def chat(
             try:
                 text = answer(writer, histories[role], message, sampling)
             except PromptError as error:
-                say(with_flags(error.message), style="red")
+                say(f"{with_flags(error.message)}, or start a new chat", style="red")
                 continue
             console.print()
             console.print(speed_of(text), style="dim", highlight=False)
@@ -157,70 +153,45 @@ def answer(
 
     question = {"role": "user", "content": message}
     prompt = rendered(writer.tokenizer, [*history, question], add_generation_prompt=True)
-    try:
-        text = writer.write(prompt, sampling, say_piece, special_tokens=False)
-    except PromptError as error:
-        if not history:
-            raise
-        raise PromptError(
-            "the conversation has become too long; start `hasslefree chat` again for a new one:"
-            f" {error.message}"
-        ) from None
+    text = writer.write(prompt, sampling, say_piece, special_tokens=False)
     history += [question, {"role": "assistant", "content": text.text}]
     return text
 
 
-def set_threads(threads: int | None) -> None:
-    """Set the number of torch's threads, if it is given."""
-    import torch
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-
-
-def load_compressed(
+def load_writers(
     folder: Path,
+    dense: str,
     backend: str | None,
+    threads: int | None,
     options: dict[str, Any],
-) -> Writer:
-    """Load a compressed model, and call its kernels once, which compiles them.
+) -> dict[str, Writer]:
+    """Load the compressed model and, if it is wanted, the dense one.
 
     Raises:
-        ModelError: the model has no compressed layers.
+        ModelError: the model has no compressed layers, or the original is not on this machine.
     """
     import torch
 
-    from hasslefree.evaluation.continuation import Sampling, Writer
+    from hasslefree.evaluation.continuation import Sampling, Writer, dense_original
     from hasslefree.packed.linear import compressed_layers, use_backend
 
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if dense == "original":
+        dense = str(dense_original(folder))
     with console.status("loading"):
-        writer = Writer.load(str(folder), **options)
-        if not compressed_layers(writer.model):
+        compressed = Writer.load(str(folder), **options)
+        if not compressed_layers(compressed.model):
             raise ModelError(
                 f"{folder} has no compressed layers; give a folder that `hasslefree compress` wrote"
             )
-        use_backend(writer.model, backend)
-        writer.write(torch.zeros(1, 2, dtype=torch.long), Sampling(max_new_tokens=2))
-    return writer
-
-
-def load_dense(
-    folder: Path,
-    dense: str,
-    options: dict[str, Any],
-) -> Writer | None:
-    """Load the dense model, if it is wanted; a line says why the original was not found."""
-    from hasslefree.evaluation.continuation import Writer, dense_original
-
-    name: str | None = dense
-    if dense == "original":
-        name, remark = dense_original(folder)
-        if remark is not None:
-            say(remark)
-    if name is None or name == "none":
-        return None
-    with console.status("loading the dense model"):
-        return Writer.load(name, **options)
+        use_backend(compressed.model, backend)
+        # The first tokens compile the kernels.
+        compressed.write(torch.zeros(1, 2, dtype=torch.long), Sampling(max_new_tokens=2))
+        writers = {"compressed": compressed}
+        if dense != "none":
+            writers["dense"] = Writer.load(dense, **options)
+    return writers
 
 
 def messages() -> Iterator[str]:
@@ -231,25 +202,14 @@ def messages() -> Iterator[str]:
             import readline  # noqa: F401  # gives input() a history and keys to edit with
     while True:
         try:
-            line = input("> ") if typed else bounded(sys.stdin.readline)
+            line = input("> ")
         except EOFError:
             console.print()
             return
-        if not typed and not line:
-            return
-        line = line.removesuffix("\n")
+        if not typed:
+            say(line)
         if line.strip():
-            if not typed:
-                say(f"> {line}")
             yield line
-
-
-def bounded(read: Callable[[int], str]) -> str:
-    """Read at most `LONGEST` characters of standard input, which may have no end."""
-    text = read(LONGEST + 1)
-    if len(text) > LONGEST:
-        raise PromptError(f"the prompt is longer than {LONGEST:,} characters; give a shorter one")
-    return text
 
 
 def writer_table(writers: dict[str, Writer], texts: Sequence[Continuation] = ()) -> Table:

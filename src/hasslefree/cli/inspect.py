@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from hasslefree.cli import common
-from hasslefree.cli.common import OUTPUT, Device, Folder, Json, Output, Quiet, Trust, app, flag
+from hasslefree.cli.common import OUTPUT, Device, Folder, Json, Output, Quiet, Trust, command, flag
 from hasslefree.errors import OutputError, PromptError
 
 SAMPLES = "Samples of text"
@@ -18,7 +18,7 @@ DENSE = (
 )
 
 
-@app.command(rich_help_panel=common.MEASURE)
+@command(rich_help_panel=common.MEASURE)
 def inspect(
     folder: Folder,
     layers: Annotated[
@@ -40,7 +40,7 @@ def inspect(
     )
 
 
-@app.command("report", rich_help_panel=common.MEASURE)
+@command("report", rich_help_panel=common.MEASURE)
 def write_report(
     sources: Annotated[
         list[Path],

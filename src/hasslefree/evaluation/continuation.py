@@ -16,14 +16,11 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import TextStreamer
 
 from hasslefree.checkpoint.record import read_record
-from hasslefree.errors import CheckpointError, PromptError, option
+from hasslefree.errors import CheckpointError, ModelError, PromptError, option
 from hasslefree.models.load import load_model, loading, most_positions
 from hasslefree.models.tokenizer import encode, load_tokenizer
 from hasslefree.packed.linear import compressed_layers
 from hasslefree.validation import Checked, Figure, Positive, Seed
-
-# Tokens of a prompt for a model that states no limit.
-MOST_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -43,10 +40,11 @@ class Sampling(Checked):
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments for `generate` of transformers."""
-        arguments: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
-        if self.temperature:
-            return arguments | {"do_sample": True, "temperature": self.temperature}
-        return arguments | {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "do_sample": self.temperature > 0,
+            "temperature": self.temperature or None,
+        }
 
 
 @dataclass(frozen=True)
@@ -108,15 +106,13 @@ class Writer:
         """
         limit = most_positions(self.model)
         if isinstance(prompt, str):
-            most = MOST_TOKENS if limit is None else limit + 1
-            prompt = encode(self.tokenizer, prompt, most, special_tokens)[None]
+            prompt = encode(self.tokenizer, prompt, None, special_tokens)[None]
         length = prompt.shape[1]
-        more = " or more" if limit is not None and length > limit else ""
         if not length:
             raise PromptError("the prompt is empty; give some text to continue")
         if limit is not None and length + sampling.max_new_tokens > limit:
             raise PromptError(
-                f"the prompt has {length} tokens{more} and {sampling.max_new_tokens} new ones may"
+                f"the prompt has {length} tokens and {sampling.max_new_tokens} new ones may"
                 f" follow, but the model takes at most {limit} in total; shorten the prompt, or"
                 f" lower {option('max_new_tokens')}"
             )
@@ -157,37 +153,33 @@ class _Stream(TextStreamer):
         self.show(text)
 
 
-def dense_original(folder: Path) -> tuple[str | None, str | None]:
-    """Find the dense model that compression.json names.
+def dense_original(folder: Path) -> Path:
+    """Find the local folder of the dense model that compression.json names.
 
-    Returns:
-        Its local folder; or None, and a sentence that says why it was not found.
+    Raises:
+        ModelError: it is not named there, or not on this machine.
     """
     if not (folder / "compression.json").is_file():
-        remark = (
+        raise ModelError(
             f"{folder} has no compression.json, which would name the dense model; give that with"
-            " --dense."
+            " --dense"
         )
-        return None, remark
     try:
         record = read_record(folder)
     except CheckpointError as error:
         raise CheckpointError(f"{error}, or give the dense one with --dense") from None
-    name = record.model
     if record.from_memory:
-        remark = (
-            f"The dense model was given from memory and may differ from {name}; name a dense model"
-            " with --dense."
+        raise ModelError(
+            f"the dense model was given from memory and may differ from {record.model}; name a"
+            " dense model with --dense"
         )
-        return None, remark
-    local = find_local_model(name)
+    local = find_local_model(record.model)
     if local is None:
-        remark = (
-            f"The dense model {name} was not found from this folder or in the cache of the hub;"
-            " name it with --dense."
+        raise ModelError(
+            f"the dense model {record.model} was not found from this folder or in the cache of the"
+            " hub; name it with --dense"
         )
-        return None, remark
-    return str(local), None
+    return local
 
 
 def find_local_model(name: str) -> Path | None:

@@ -7,6 +7,7 @@ not scored.
 
 import dataclasses
 import importlib.metadata
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from hasslefree.models.tokenizer import encode, load_tokenizer
 from hasslefree.progress import LOADING, Listener, Phases
 from hasslefree.texts import HUB_TEXTS, check_text, evaluation_protocol, evaluation_text
 from hasslefree.validation import Positive, typed
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -187,9 +190,12 @@ def evaluate(
     for text in texts:
         measured = text_perplexity(loaded, tokenizer, text, seqlen, max_tokens, batch or 1, phases)
         results.setdefault("perplexity", {})[text] = measured
+        logger.info("perplexity of %s on %s: %.3f", model, text, measured["perplexity"])
         keep(results)
 
     def keep_scores(scores: Scores) -> None:
+        task, score = list(scores.items())[-1]
+        logger.info("%s of %s on %s: %.2f %%", score["metric"], model, task, 100 * score["value"])
         values = [score["value"] for score in scores.values()]
         results["tasks"] = scores
         results["limit"] = limit

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import shutil
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -191,7 +192,7 @@ def solver_bytes(setup: Setup, forward: int) -> int:
         forward: bytes of the pass.
     """
     widths = [[layer.shape[1] for layer in plans.values()] for plans in setup.plan]
-    widest = max(map(max, widths))
+    widest = max(chain.from_iterable(widths))  # a block may keep all of its layers dense
     most = max(sum(map(sums_bytes, of_block)) for of_block in widths)
     most = min(most, max(room_for_sums(setup.device), sums_bytes(widest)))
     solver = max(workspace(setup, layer) for layer in setup.layers) + most // 3

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hasslefree.errors import ModelError
 from hasslefree.evaluation.continuation import Sampling, Writer, dense_original
 
 
@@ -69,7 +70,10 @@ def sample_folders(
         name = dense
         remark = None
         if dense is None:
-            name, remark = dense_original(folder)
+            try:
+                name = str(dense_original(folder))
+            except ModelError as error:
+                remark = str(error)
         texts: list[list[str]] = [texts_of(str(folder))]
         if name is not None and name != "none":
             texts.append(texts_of(name))
