@@ -16,7 +16,9 @@ from tests.tiny_models import NO_TOKENIZER, build, logits, segments
 # What a compression does beyond the solvers, which `test_solvers` runs one by one.
 RECIPES = {
     "best": Recipe(rank=2, effort="best", rounds=5, match_predictions=64),
-    "joint-grid": Recipe(rank=2, method="joint-grid", rounds=5, group_size=16, leave_dense=("*.self_attn.*", "*.gate_proj")),
+    "joint-grid": Recipe(
+        rank=2, method="joint-grid", rounds=5, group_size=16, leave_dense=("*.self_attn.*", "*.gate_proj")
+    ),
     "8 bits": Recipe(rank=2, method="eora", rounds=2, factor_bits=8),
 }
 

@@ -61,6 +61,22 @@ def test_oats_is_the_alternation_written_out():
     torch.testing.assert_close(solve("oats", weight, h).product(), sparse + low_rank)
 
 
+def test_more_rounds_are_better_and_the_paper_s_order_holds():
+    """arXiv 2502.00899, figure 1: hassle-free ends below OATS; the exact step ends below Adam."""
+    weight, h = oracles.problem(32, 48)
+    errors = {
+        name: solve(method, weight, h, rank=6).relative_error
+        for name, method in {
+            "oats": "oats",
+            "adam": build_method("hassle-free"),
+            "exact": build_method("hassle-free", low_rank="exact"),
+            "exact, 5 rounds": build_method("hassle-free", low_rank="exact", rounds=5),
+        }.items()
+    }
+    assert errors["exact"] < errors["adam"] < errors["oats"]
+    assert errors["exact"] < errors["exact, 5 rounds"]
+
+
 def test_only_the_start_is_random():
     weight, h = oracles.problem(12, 16)
     one, other = (solve(build_method("hassle-free", rounds=3), weight, h, seed=s) for s in (0, 1))

@@ -33,6 +33,17 @@ def test_the_turns_are_those_of_exact_steps(turns):
     assert not found.sparse[~support].any()
 
 
+@pytest.mark.parametrize("pattern", ["2:4", "2:8"])
+def test_it_is_below_caldera_and_near_joint(pattern):
+    for seed in range(4):
+        weight, h = oracles.problem(48, 64, seed=seed)
+        errors = {
+            name: hasslefree.decompose(weight, Gram(h, 1), pattern, 6, method=build_method(name, **grid)).relative_error
+            for name, grid in (("joint", {}), ("joint-grid", {}), ("caldera", {}))
+        }
+        assert errors["joint"] < errors["joint-grid"] < errors["caldera"]
+
+
 def test_without_pruning_it_starts_as_caldera_does():
     """Oracle: the alternation of caldera, which ends with the fit of L, round by round."""
     weight, h = oracles.problem(24, 32, dtype=torch.float64)
