@@ -40,7 +40,7 @@ from harness.models import Measurement
 from harness.record import RESULTS, ROOT, machine, resumed
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.sites import find_sites
-from hasslefree.pipeline.inputs import CalibrationText, draw
+from hasslefree.pipeline.inputs import draw
 from off_grid import RECORD
 
 
@@ -156,7 +156,7 @@ def rival_row(measurement: Measurement, spec: Spec, programs: Programs) -> dict[
         for index, block in enumerate(blocks.modules)
         for name, site in find_sites(block).items()
     }
-    segments = draw(model, models.load_tokenizer(measurement.model), CalibrationText.of(measurement.recipe()))
+    segments = draw(model, models.load_tokenizer(measurement.model), measurement.recipe())
     request = {
         "settings": spec.settings, "segments": segments.tolist(), "converter": programs.converter, "layers": weights
     }  # fmt: skip

@@ -69,7 +69,7 @@ from hasslefree.allocate.sensitivity import ProbedLayer
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.walk import Walk
 from hasslefree.models.weights import Weights
-from hasslefree.pipeline.inputs import CalibrationText, draw
+from hasslefree.pipeline.inputs import draw
 from hasslefree.progress import ALLOCATION, PROBES
 
 # By name, the fields of each recipe. The setting that decides: 2:4 + rank 16.
@@ -195,7 +195,7 @@ def sensitivity_row(measurement: Measurement, name: str, probes: int) -> dict[st
     recipe = measurement.recipe(**SENSITIVITY[name])
     if name == "exact":
         model = models.loaded(measurement.model)
-        segments = draw(model, models.load_tokenizer(measurement.model), CalibrationText.of(recipe))[:probes]
+        segments = draw(model, models.load_tokenizer(measurement.model), recipe)[:probes]
         ProbedLayer.divergence = exact_divergence(model, segments)  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as scratch:
         report = hasslefree.compress(measurement.model, f"{scratch}/out", recipe)
@@ -220,7 +220,7 @@ def run_sensitivity(args: argparse.Namespace) -> None:
 def run_energies(args: argparse.Namespace) -> None:
     model = models.loaded(args.model)
     recipe = hasslefree.Recipe(calibration=args.calibration, samples=args.samples, seqlen=args.seqlen, seed=args.seed)
-    segments = draw(model, models.load_tokenizer(args.model), CalibrationText.of(recipe))
+    segments = draw(model, models.load_tokenizer(args.model), recipe)
     walk = Walk.open(model, find_blocks(model), Weights(model, model.device), segments[:1])
     hidden, rows = walk.entering(segments), []
     for _ in walk.visits(hidden):

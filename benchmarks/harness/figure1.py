@@ -14,7 +14,7 @@ from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_model
 from hasslefree.models.sites import Site, find_sites
 from hasslefree.models.tokenizer import load_tokenizer
-from hasslefree.pipeline.inputs import CalibrationText, draw
+from hasslefree.pipeline.inputs import draw
 from hasslefree.progress import SOLVING, Listener, Phases
 from hasslefree.report.content import short_names
 from hasslefree.solve.methods import build_method
@@ -55,7 +55,7 @@ def layer_errors(
     if not 0 <= block < len(blocks):
         raise ModelError(f"{model} has blocks 0 to {len(blocks) - 1}, and no block {block}")
     sites = find_sites(blocks[block])
-    segments = draw(dense, load_tokenizer(model), CalibrationText.of(recipe)).to(dense.device)
+    segments = draw(dense, load_tokenizer(model), recipe).to(dense.device)
     grams = block_grams(dense, blocks[block], sites, segments)
     short, errors = short_names(sites), {method: dict[str, float]() for method in methods}
     for name in Phases(progress).counted(SOLVING, sites, len(sites), "layers"):

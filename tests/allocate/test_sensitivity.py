@@ -20,8 +20,8 @@ from hasslefree.models.blocks import find_blocks
 from hasslefree.models.calibrate import probes
 from hasslefree.models.calls import hooks
 from hasslefree.models.sites import find_sites
+from hasslefree.models.walk import Walk
 from hasslefree.models.weights import Weights
-from hasslefree.pipeline.preflight import preflight
 from hasslefree.planning.plan import make_plan, select
 from hasslefree.solve.decompose import approximation
 from hasslefree.solve.methods.joint import QUICK_PRUNING
@@ -35,8 +35,7 @@ def plan_of(model):
 
 
 def walk_of(model, tokens, folder, storage="device"):
-    options = {"storage": storage, "folder": folder}
-    return preflight(model, find_blocks(model), Weights(model, model.device), plan_of(model), tokens[:1], options)[0]
+    return Walk.open(model, find_blocks(model), Weights(model, model.device), tokens[:1], storage, folder)
 
 
 def pruned(layer, plan):

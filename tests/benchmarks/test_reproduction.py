@@ -172,12 +172,12 @@ def test_the_cost_of_the_missing_rows():
 
 def test_figure_1_is_each_layer_on_the_gram_of_the_dense_model():
     """Oracle: Grams from whole forward passes, and `decompose`."""
-    from hasslefree.pipeline.inputs import CalibrationText, draw
+    from hasslefree.pipeline.inputs import draw
 
     recipe = SMALL.recipe("joint-2-4-rank-64.yaml")
     errors = layer_errors(str(MODEL), recipe, ("oats", "hassle-free, unscaled"), block=2, rounds=2)
     model = load_model(str(MODEL), "float32")
-    segments = draw(model, load_tokenizer(str(MODEL)), CalibrationText.of(recipe))
+    segments = draw(model, load_tokenizer(str(MODEL)), recipe)
     assert {method: len(layers) for method, layers in errors.items()} == {"oats": 7, "hassle-free, unscaled": 7}
     for name, layer in model.named_modules():
         if name.startswith("model.layers.2.") and isinstance(layer, torch.nn.Linear):

@@ -32,7 +32,7 @@ def text(tmp_path):
     return {"calibration": str(tmp_path / "text.txt"), "samples": 4, "seqlen": 16}
 
 
-def words(text, verbose=False):
+def words(text, **options):
     """A tokenizer of numbers."""
     return {"input_ids": [int(word) for word in text.split()]}
 
@@ -191,7 +191,7 @@ def test_plan_says_what_compress_does(text, tmp_path):
 class Words:
     """A tokenizer of numbers that can be saved."""
 
-    def __call__(self, text, verbose=False):
+    def __call__(self, text, **options):
         return words(text)
 
     def save_pretrained(self, folder):

@@ -1,6 +1,6 @@
 """How a block is run on the calibration text."""
 
-from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ from hasslefree import Recipe
 from hasslefree.errors import OutputError, RecipeError
 from hasslefree.models.calibrate import gather
 from hasslefree.pipeline import block as blockwise
-from hasslefree.progress import Phases
 from tests.tiny_models import build, logits, segments
 
 RECIPE = Recipe(rank=2, method="eora")
@@ -93,9 +92,11 @@ def test_minutes_that_the_layers_alone_take_are_an_error_after_three_blocks(tmp_
 
     def run(minutes, **options):
         model, recipe = build("llama", num_hidden_layers=6), Recipe(rank=2, minutes=minutes)
-        return hasslefree.compress(model, tmp_path / "out", recipe, segments=segments(40), **options)
+        options |= {"segments": segments(40), "progress": lambda step: None}
+        return hasslefree.compress(model, tmp_path / "out", recipe, **options)
 
-    monkeypatch.setattr("hasslefree.pipeline.compress.Phases", partial(Phases, clock=clock))
+    for module in ("pipeline.block", "progress", "train.trainer"):
+        monkeypatch.setattr(f"hasslefree.{module}.time", SimpleNamespace(perf_counter=clock))
     monkeypatch.setattr(blockwise, "compress_block", compressed)
     with pytest.raises(RecipeError, match="40 minutes are too short.* take 60.* give resume=True and minutes=120"):
         run(40)

@@ -15,7 +15,7 @@ from hasslefree import Recipe, SparseLowRankLinear
 from hasslefree.errors import BudgetError, CalibrationError, MemoryShortError, ModelError, OutputError, RecipeError
 from hasslefree.models import precision
 from hasslefree.pipeline import compress as module
-from hasslefree.pipeline.inputs import CalibrationText, draw
+from hasslefree.pipeline.inputs import draw
 from hasslefree.recipe.resolve import with_defaults
 from hasslefree.texts import calibration_documents, draw_segments
 from tests import oracles
@@ -165,11 +165,11 @@ def test_a_short_text_says_how_short(tmp_path):
     recipe = Recipe(rank=2, calibration=str(text), samples=4, seqlen=16)
     with pytest.raises(CalibrationError, match="4 samples × 16 = 64 tokens are needed, .* have 30 in total"):
         hasslefree.compress(
-            model, tmp_path / "out", recipe, tokenizer=lambda t, verbose: {"input_ids": [int(w) for w in t.split()]}
+            model, tmp_path / "out", recipe, tokenizer=lambda t, **options: {"input_ids": [int(w) for w in t.split()]}
         )
 
 
-def words(text, verbose=False):
+def words(text, **options):
     """A tokenizer of numbers."""
     return {"input_ids": [int(word) for word in text.split()]}
 
@@ -182,7 +182,7 @@ def test_the_calibration_segments_are_those_that_the_recipe_asks_for(tmp_path):
     for seed in (0, 5):
         recipe = Recipe(method="wanda", calibration=str(text), samples=3, seqlen=20, seed=seed)
         expected = draw_segments(documents, lambda t: words(t)["input_ids"], 3, 20, seed)
-        assert torch.equal(draw(build("llama"), words, CalibrationText.of(recipe)), expected)
+        assert torch.equal(draw(build("llama"), words, recipe), expected)
 
 
 @pytest.mark.parametrize(

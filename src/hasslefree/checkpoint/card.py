@@ -187,9 +187,7 @@ def model_card(
         f"![Relative error of every layer, block by block]({FIGURE})\n\n" if has_picture else ""
     )
     left = report.recipe.get("leave_dense")
-    verdict = "\n".join(
-        f"| {name} | {_cell(text)} |" for name, text in report.verdict().items() if name != "time"
-    )
+    verdict = "\n".join(f"| {name} | {_cell(text)} |" for name, text in report.verdict().items())
     name = report.model.rstrip("/").rpartition("/")[2]
     exception = f" (but for {_cell(left)})" if left else ""
     card = f"""---

@@ -22,13 +22,11 @@ from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import resolve_device
 from hasslefree.models.tokenizer import load_tokenizer
-from hasslefree.models.weights import Weights
-from hasslefree.pipeline.inputs import CalibrationText, check_segments, draw, open_model
+from hasslefree.pipeline.inputs import check_segments, draw, open_model
 from hasslefree.pipeline.preflight import preflight
 from hasslefree.planning.advice import Advice
 from hasslefree.planning.duration import seconds_by_phase
 from hasslefree.planning.machine import memory_reused
-from hasslefree.planning.memory import check_memory
 from hasslefree.planning.plan import (
     bytes_of,
     layer_room,
@@ -85,15 +83,13 @@ def advise(
         room = layer_room(loaded, uniform[0], resolved)
         dense = weights_on_disk(loaded, uniform[0]) - bytes_of(uniform[0])
         tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
-        segments = draw(loaded, tokenizer, CalibrationText.of(recipe), phases, target).to(target)
+        segments = draw(loaded, tokenizer, resolved, phases, target).to(target)
         check_segments(loaded, segments, ALONE)
         untrained = dataclasses.replace(resolved, match_predictions=0)
         samples, seqlen = segments.shape
         setup = Setup(loaded, blocks, uniform[0], untrained, samples, seqlen, target, activations)
-        weights = Weights(loaded, target, prefetch=check_memory(setup))
-        options = {"storage": activations, "folder": Path(scratch), "phases": phases}
         phases.expected = seconds_by_phase(setup, without=(INPUTS, SOLVING))
-        walk, _ = preflight(loaded, blocks, weights, uniform[0], segments[:1], options)
+        walk, _ = preflight(setup, segments, phases, Path(scratch))
         dealt = by_sensitivity(
             walk,
             uniform[0],

@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain, islice
@@ -14,9 +14,7 @@ from transformers import PreTrainedModel
 
 from hasslefree.allocate.allocation import Allocation
 from hasslefree.checkpoint.entries import Entry
-from hasslefree.checkpoint.journal import FinishedPart
 from hasslefree.checkpoint.plugin import empty_layer
-from hasslefree.checkpoint.resume import Unfinished
 from hasslefree.core.gram import Gram
 from hasslefree.errors import RecipeError, option
 from hasslefree.models.activations import Activations
@@ -34,7 +32,7 @@ from hasslefree.models.precision import as_multiplied, computing, solving
 from hasslefree.models.rules import by_kind
 from hasslefree.models.sites import find_sites
 from hasslefree.models.unloaded import unloaded_tensors
-from hasslefree.models.walk import Visit, Walk
+from hasslefree.models.walk import Visit
 from hasslefree.pipeline.held_out import Check
 from hasslefree.pipeline.job import Job
 from hasslefree.pipeline.layers import Done, Task, compress_groups
@@ -49,7 +47,7 @@ TIMED = 3
 
 
 def compress_blocks(
-    job: Job, walk: Walk, allocation: Allocation, writing: Phase, check: Check | None = None
+    job: Job, allocation: Allocation, writing: Phase, check: Check | None = None
 ) -> None:
     """Decompose, replace and write every planned layer.
 
@@ -60,18 +58,18 @@ def compress_blocks(
         writing: the phase that counts files.
         check: it sends its text through every block before and after the compression.
     """
-    work = job.work
+    walk = job.walk
     count = len(walk.blocks.modules)
     layers = sum(len(plans) for plans in allocation.plan)
     with (
         walk.phases.phase(INPUTS, layers, "layers") as collecting,
         walk.phases.phase(SOLVING, layers, "layers", running=False) as solving,
     ):
-        hidden = write_outside_and_embed(job, walk, writing)
+        hidden = write_outside_and_embed(job, writing)
         visits = walk.visits(hidden, to_end=False)
         if check is not None:
             visits = check.following(visits)
-        put_back(walk, visits, work, collecting, solving)
+        put_back(job, visits, collecting, solving)
         begun = time.perf_counter()
         for number, visit in enumerate(visits):
             if number == TIMED:
@@ -85,7 +83,7 @@ def compress_blocks(
                     write_block(task, done, count)
                     writing.advance()
         with writing.running():
-            work.wait()
+            job.work.wait()
 
 
 def write_block(task: Task, done: list[Done], count: int) -> None:
@@ -96,7 +94,7 @@ def write_block(task: Task, done: list[Done], count: int) -> None:
     """
     visit = task.visit
     trained_later = bool(task.job.resolved.match_predictions)
-    tied = task.job.model.all_tied_weights_keys
+    tied = task.job.walk.model.all_tied_weights_keys
     task.job.work.add(
         part_file(visit.index + 1, count, last=not trained_later),
         block_tensors(visit.block, visit.prefix, tied),
@@ -117,7 +115,7 @@ def check_time(job: Job, needed: float) -> None:
     deadline = job.deadline
     if deadline is None:
         return
-    began = job.phases.began
+    began = job.walk.phases.began
     end = job.world.broadcast(time.perf_counter() + needed)  # by the clock of one process
     if end >= deadline:
         least = math.ceil((end - began) / 60)
@@ -129,13 +127,14 @@ def check_time(job: Job, needed: float) -> None:
         )
 
 
-def write_outside_and_embed(job: Job, walk: Walk, writing: Phase) -> Activations:
+def write_outside_and_embed(job: Job, writing: Phase) -> Activations:
     """Compute what enters the first block; write what is outside the blocks, if nothing is yet.
 
     Args:
         writing: the phase that counts files.
     """
     work = job.work
+    walk = job.walk
     with walk.outside():
         if not work.progress.parts and job.world.writes:
             tensors = outside_tensors(walk.model, walk.blocks)
@@ -170,41 +169,34 @@ def part_file(part: int, blocks: int, last: bool = True) -> str:
     return f"{kind}-{part + 1:05d}-of-{blocks + 1:05d}.safetensors"
 
 
-def put_back(
-    walk: Walk, visits: Iterator[Visit], work: Unfinished, collecting: Phase, solving: Phase
-) -> None:
+def put_back(job: Job, visits: Iterator[Visit], collecting: Phase, solving: Phase) -> None:
     """Visit the finished blocks, and put their compressed layers in place."""
-    parts = work.progress.blocks
-    finished = islice(visits, len(parts))
-    counted = walk.phases.counted(RESUMED, finished, len(parts), "blocks")
-    for visit, part in zip(counted, parts, strict=True):
-        put_block_back(visit, work, part, walk.model.all_tied_weights_keys)
+    blocks = job.work.progress.blocks
+    finished = islice(visits, len(blocks))
+    counted = job.walk.phases.counted(RESUMED, finished, len(blocks), "blocks")
+    for visit, part in zip(counted, blocks, strict=True):
+        put_block_back(job, visit, part.entries)
         collecting.skip(len(part.layers))
         for layer in part.layers:
             solving.skip(1, layer)
 
 
-def put_block_back(
-    visit: Visit, work: Unfinished, part: FinishedPart, tied: Container[str]
-) -> None:
-    """Put the compressed layers of a finished block in place, as they were written.
-
-    Args:
-        tied: names of tensors that the part does not hold, as for `block_tensors`.
-    """
-    prefix = f"{visit.prefix}."
+def put_block_back(job: Job, visit: Visit, entries: Mapping[str, Entry]) -> None:
+    """Put the compressed layers of a finished block in place, as they were written."""
     sites = find_sites(visit.block)
-    for full_name, entry in part.entries.items():
+    for full_name, entry in entries.items():
         # Taken out, so that its weight is freed as soon as it is replaced.
-        site = sites.pop(full_name.removeprefix(prefix))
+        site = sites.pop(full_name.removeprefix(f"{visit.prefix}."))
         site.replace(empty_layer(site, full_name, entry.spec))
-    state: dict[str, Tensor] = {}
-    for name, tensor in visit.block.state_dict().items():
-        if f"{prefix}{name}" in tied:
-            state[name] = tensor
-    for full_name, tensor in work.read(part).items():
-        state[full_name.removeprefix(prefix)] = tensor
-    visit.block.load_state_dict(state)
+    state = stored_state(job, visit.index)
+    visit.block.load_state_dict(state, strict=not job.walk.blocks.shared)
+
+
+def stored_state(job: Job, index: int) -> dict[str, Tensor]:
+    """Read the tensors of a finished block, by their names in it."""
+    prefix = f"{job.walk.blocks.prefix(index)}."
+    tensors = job.work.read(job.work.progress.blocks[index])
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
 def compress_block(task: Task, hidden: Activations) -> list[Done]:

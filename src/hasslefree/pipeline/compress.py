@@ -25,18 +25,15 @@ from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import find_blocks, other_modalities
 from hasslefree.models.load import resolve_device
 from hasslefree.models.tokenizer import load_tokenizer
-from hasslefree.models.walk import Walk
-from hasslefree.models.weights import Weights
 from hasslefree.pipeline.block import compress_blocks
 from hasslefree.pipeline.held_out import Check
-from hasslefree.pipeline.inputs import CalibrationText, check_segments, draw, open_model
+from hasslefree.pipeline.inputs import check_segments, draw, open_model
 from hasslefree.pipeline.job import Job, PlannedModel
 from hasslefree.pipeline.metadata import configuration, described, recorded, write_rest
 from hasslefree.pipeline.preflight import preflight
 from hasslefree.pipeline.training import matching_text, train_and_check
 from hasslefree.planning.duration import seconds_by_phase
 from hasslefree.planning.machine import memory_reused
-from hasslefree.planning.memory import check_memory
 from hasslefree.planning.plan import (
     Plan,
     bytes_of,
@@ -117,12 +114,11 @@ def compress(
             is changed.
     """
     start = time.perf_counter()
-    resolved = resolve_recipe(recipe, with_text=segments is None)
-    text = CalibrationText.of(resolved) if segments is None else None
+    own_segments = segments is not None
+    resolved = resolve_recipe(recipe, with_text=not own_segments)
     folder = Path(out).resolve()
     check_request(model, folder, resume, overwrite)
     check_storage(activations)
-    from_memory = isinstance(model, PreTrainedModel)
     if isinstance(model, PreTrainedModel):
         target = model.device
     else:
@@ -141,29 +137,40 @@ def compress(
             )
         planned = plan_model(loaded, resolved)
         check_output(folder, overwrite, planned.bytes_to_write - work.progress.bytes)
-        if text is None:
-            assert segments is not None
-            segments = segments.clone()  # an inference tensor cannot be saved for a gradient
-        else:
+        if segments is None:
             tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
-            segments = draw(loaded, tokenizer, text, phases, target)
+            segments = draw(loaded, tokenizer, resolved, phases, target)
+        else:
+            segments = segments.clone()  # an inference tensor cannot be saved for a gradient
         check_segments(loaded, segments, world)
+        samples, seqlen = segments.shape
+        setup = Setup(
+            loaded,
+            planned.blocks,
+            planned.plan,
+            resolved,
+            samples,
+            seqlen,
+            target,
+            activations,
+            world.size,
+        )
+        walk, digests = preflight(setup, segments, phases, work.scratch)
+        work.background_writes = walk.weights.prefetch
         job = Job(
             name=name,
-            from_memory=from_memory,
-            model=loaded,
+            from_memory=isinstance(model, PreTrainedModel),
+            own_segments=own_segments,
+            walk=walk,
             tokenizer=tokenizer,
             resolved=resolved,
             planned=planned,
-            text=text,
             segments=segments,
-            device=target,
-            storage=activations,
             world=world,
-            phases=phases,
             work=work,
         )
-        record = run(job)
+        phases.expected = seconds_by_phase(setup, without=phases_to_skip(job))
+        record = run(job, digests)
     # Files are written from the first block on, so this phase begins early and ends last.
     times = sorted(phases.times(), key=lambda phase: phase.name == WRITING)
     return dataclasses.replace(record, seconds=time.perf_counter() - start, phases=tuple(times))
@@ -223,90 +230,44 @@ def plan_model(model: PreTrainedModel, resolved: Resolved) -> PlannedModel:
     if resolved.match_predictions:
         # The trained blocks are written before those that they replace are removed.
         to_write += bytes_of(plan)
-    return PlannedModel(blocks, plan, room, to_write, selection.automatically_dense, beside)
+    return PlannedModel(
+        blocks, plan, room, to_write, tuple(selection.automatically_dense), tuple(beside)
+    )
 
 
-def run(job: Job) -> Record:
-    """Compress the model of a job, train it, check it, and write it to the folder."""
-    start = time.perf_counter()
-    setup = setup_of_job(job)
-    walk, digests = open_walk(job, setup)
-    job.phases.expected = seconds_by_phase(setup, without=phases_to_skip(job))
-    reference, check = run_dense_model(job, walk)
-    allocation = job.world.broadcast(allocate(job, walk))
-    description = described(job)
+def run(job: Job, digests: dict[str, str]) -> Record:
+    """Compress the model of a job, train it, check it, and write it to the folder.
+
+    Args:
+        digests: a checksum of each part of the dense model by its name.
+    """
+    work = job.work
+    reference, check = run_dense_model(job)
+    allocation = job.world.broadcast(allocate(job))
+    record = described(job)
     if job.world.writes:
-        job.work.progress.check_identity(identity_of(job, description, digests, allocation.plan))
+        work.progress.check_identity(identity_of(job, record, digests, allocation.plan))
     with writing_files(job) as writing:
-        compress_blocks(job, walk, allocation, writing, check)
-        predictions = train_and_check(job, walk, reference, writing, check)
-        parts = job.world.broadcast(job.work.progress.parts)
-        record = recorded(
-            description,
-            parts,
-            allocation.sensitivities,
-            predictions=predictions,
-            held_out=job.work.progress.held_out,
-            seconds=time.perf_counter() - start,
-        )
+        compress_blocks(job, allocation, writing, check)
+        train_and_check(job, reference, writing, check)
+        progress = job.world.broadcast(work.progress)
+        record = recorded(record, progress, allocation.sensitivities)
         if job.world.writes:
             with writing.running():
-                job.work.finish(
-                    lambda part: write_rest(part, job.model, job.tokenizer, parts, record)
-                )
+                work.finish(lambda folder: write_rest(folder, job, progress.parts, record))
     return record
-
-
-def setup_of_job(job: Job) -> Setup:
-    """Describe a job for estimates of its memory and time."""
-    samples, seqlen = job.segments.shape
-    planned = job.planned
-    return Setup(
-        job.model,
-        planned.blocks,
-        planned.plan,
-        job.resolved,
-        samples,
-        seqlen,
-        job.device,
-        job.storage,
-        job.world.size,
-    )
-
-
-def open_walk(job: Job, setup: Setup) -> tuple[Walk, dict[str, str]]:
-    """Run `preflight` on a model if memory suffices for its compression.
-
-    Returns:
-        How to walk through the model, and a checksum of each part by its name.
-    """
-    weights = Weights(job.model, job.device, prefetch=check_memory(setup))
-    options = {"storage": job.storage, "folder": job.work.scratch, "phases": job.phases}
-    segment = job.segments[:1].to(job.device)
-    walk, digests = preflight(
-        job.model, job.planned.blocks, weights, job.planned.plan, segment, options
-    )
-    if walk.width is not None:
-        logger.info(
-            "the blocks take extra inputs per token (%d values): more memory is used, results are"
-            " unaffected",
-            walk.width,
-        )
-        weights.prefetch = check_memory(dataclasses.replace(setup, width=walk.width))
-    job.work.background_writes = weights.prefetch
-    return walk, digests
 
 
 def phases_to_skip(job: Job) -> tuple[str, ...]:
     """The phases that have an expected time, and that this run does not have."""
     if job.work.progress.predictions is not None:
         return (REFERENCE, PREDICTIONS, CHECK)
-    if job.text is None:
+    if job.own_segments:
         return (CHECK,)
     return ()
 
 
-def run_dense_model(job: Job, walk: Walk) -> tuple[Reference | None, Check | None]:
+def run_dense_model(job: Job) -> tuple[Reference | None, Check | None]:
     """Run the dense model on the training text, and draw the held-out text.
 
     Returns:
@@ -315,18 +276,18 @@ def run_dense_model(job: Job, walk: Walk) -> tuple[Reference | None, Check | Non
     """
     if job.work.progress.predictions is not None:
         return None, None
-    text = matching_text(job, walk)
+    text = matching_text(job)
     check = None
-    if job.resolved.check and job.text is not None:
+    if job.resolved.check and not job.own_segments:
         used = job.segments if text is None else torch.cat([job.segments, text])
-        check = Check.of(walk, job.text, job.tokenizer, used)
+        check = Check.of(job.walk, job.resolved, job.tokenizer, used)
     if text is None:
         return None, check
     local = job.world.share(text).to(job.device)
-    return reference_of(walk, local, len(text), job.resolved.match_predictions), check
+    return reference_of(job.walk, local, len(text), job.resolved.match_predictions), check
 
 
-def allocate(job: Job, walk: Walk) -> Allocation:
+def allocate(job: Job) -> Allocation:
     """Plan the layers as the recipe's `allocate` asks for."""
     resolved = job.resolved
     plan = job.planned.plan
@@ -334,9 +295,9 @@ def allocate(job: Job, walk: Walk) -> Allocation:
         return Allocation(plan)
     segments = job.local_segments
     if resolved.allocate == "owl":
-        return by_outliers(walk, plan, resolved, segments, job.world)
+        return by_outliers(job.walk, plan, resolved, segments, job.world)
     allocation = by_sensitivity(
-        walk,
+        job.walk,
         plan,
         job.planned.room,
         segments,
@@ -350,15 +311,15 @@ def allocate(job: Job, walk: Walk) -> Allocation:
 
 
 def identity_of(
-    job: Job, description: dict[str, Any], digests: dict[str, str], plan: Plan
+    job: Job, description: Record, digests: dict[str, str], plan: Plan
 ) -> dict[str, Any]:
     """Everything that the compressed blocks depend on, as JSON for the journal."""
     # No block depends on the minutes.
-    settings = {name: value for name, value in description["recipe"].items() if name != "minutes"}
-    return description | {
+    settings = {name: value for name, value in description.recipe.items() if name != "minutes"}
+    return vars(description) | {
         "segments": checksum([job.segments.long()]),
         "weights": digests,
-        "config": configuration(job.model),
+        "config": configuration(job.walk.model),
         "plan": digest(plan),
         "recipe": settings,
     }
@@ -375,7 +336,7 @@ def writing_files(job: Job) -> Iterator[Phase]:
     files = 2 + blocks
     if job.resolved.match_predictions:
         files += blocks
-    with job.phases.phase(WRITING, files, "files", running=False) as writing:
+    with job.walk.phases.phase(WRITING, files, "files", running=False) as writing:
         if len(progress.parts) > 1:
             finished = f"{len(progress.parts) - 1} of {blocks} blocks"
             matched = ", prediction matching included" if progress.predictions else ""

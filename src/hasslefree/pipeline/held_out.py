@@ -18,9 +18,10 @@ from hasslefree.models.calibrate import run_block
 from hasslefree.models.precision import computing
 from hasslefree.models.probe import logits_of
 from hasslefree.models.walk import Visit, Walk
-from hasslefree.pipeline.inputs import CalibrationText, check_segments, more_text
+from hasslefree.pipeline.inputs import check_segments, more_text
 from hasslefree.planning.schedule import HELD_OUT_ROWS, segments_held_out
 from hasslefree.progress import CHECK
+from hasslefree.recipe.fields import Fields
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +41,8 @@ class Check:
         self.compressed = self.dense.copy()
 
     @classmethod
-    def of(cls, walk: Walk, text: CalibrationText, tokenizer: Any, used: Tensor) -> Self | None:
-        """Hold out a part of a text.
+    def of(cls, walk: Walk, recipe: Fields, tokenizer: Any, used: Tensor) -> Self | None:
+        """Hold out a part of the text of a recipe.
 
         Args:
             used: segments of the text that calibration and training read, (samples, tokens).
@@ -51,7 +52,7 @@ class Check:
         """
         seqlen = used.shape[1]
         count = segments_held_out(seqlen)
-        segments = more_text(walk, text, tokenizer, count, seqlen, used)
+        segments = more_text(walk, recipe, tokenizer, count, seqlen, used)
         if not len(segments):
             logger.warning(
                 "no perplexity is measured: the calibration text is too short to hold some of"

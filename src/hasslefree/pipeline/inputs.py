@@ -1,9 +1,8 @@
 """Open a model, by name or as it was loaded, and read calibration segments."""
 
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,50 +53,29 @@ def open_model(
     return name, model.eval(), tokenizer
 
 
-@dataclass(frozen=True)
-class CalibrationText:
-    """The calibration text of a recipe.
-
-    Args:
-        name: a hub name, a file, or `SELF` for text that the model writes itself.
-        samples: number of calibration segments.
-        seqlen: tokens in each; None for the default of the model.
-        seed: of the choice of segments.
-    """
-
-    name: str
-    samples: int
-    seqlen: int | None
-    seed: int
-
-    @classmethod
-    def of(cls, recipe: Fields) -> Self:
-        """Take the fields of the text out of a recipe."""
-        return cls(recipe.calibration, recipe.samples, recipe.seqlen, recipe.seed)
-
-
 def draw(
     model: PreTrainedModel,
     tokenizer: Any,
-    text: CalibrationText,
+    recipe: Fields,
     phases: Phases | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
     """Draw the calibration segments.
 
     Args:
+        recipe: names the text.
         phases: in which the segments are counted.
         device: where the model writes its own text, if its weights are on the disk.
 
     Returns:
         Token ids (samples, seqlen), int64.
     """
-    seqlen = resolve_seqlen(model, text.seqlen)
-    with (phases or Phases()).phase(TEXT, text.samples, "segments") as phase:
-        if text.name == SELF:
+    seqlen = resolve_seqlen(model, recipe.seqlen)
+    with (phases or Phases()).phase(TEXT, recipe.samples, "segments") as phase:
+        if recipe.calibration == SELF:
             whole = whole_model(model, device or model.device)
             return written_segments(
-                whole, tokenizer, text.samples, seqlen, text.seed, phase.advance
+                whole, tokenizer, recipe.samples, seqlen, recipe.seed, phase.advance
             )
 
         def encoded(document: str) -> Tensor:
@@ -106,13 +84,13 @@ def draw(
                 phase.advance()
             return tokens
 
-        documents = calibration_documents(text.name, seqlen)
-        return draw_segments(documents, encoded, text.samples, seqlen, text.seed)
+        documents = calibration_documents(recipe.calibration, seqlen)
+        return draw_segments(documents, encoded, recipe.samples, seqlen, recipe.seed)
 
 
 def more_text(
     walk: Walk,
-    text: CalibrationText,
+    recipe: Fields,
     tokenizer: Any,
     count: int,
     seqlen: int,
@@ -129,13 +107,13 @@ def more_text(
     """
     name = REFERENCE_TEXT if used is None else HELD_OUT_TEXT
     with walk.phases.phase(name, count, "segments") as phase:
-        if text.name == SELF:
+        if recipe.calibration == SELF:
             model = whole_model(walk.model, walk.weights.device)
-            seed = text.seed + (1 if used is None else 2)
+            seed = recipe.seed + (1 if used is None else 2)
             return written_segments(model, tokenizer, count, seqlen, seed % 2**63, phase.advance)
-        documents = calibration_documents(text.name, seqlen)
+        documents = calibration_documents(recipe.calibration, seqlen)
         encoded = partial(encode, tokenizer)
-        return disjoint_segments(documents, encoded, count, seqlen, text.seed, used)
+        return disjoint_segments(documents, encoded, count, seqlen, recipe.seed, used)
 
 
 def check_segments(model: PreTrainedModel, segments: Tensor, world: World) -> None:

@@ -5,14 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hasslefree.checkpoint.resume import Unfinished
 from hasslefree.distributed import World
 from hasslefree.models.blocks import Blocks
-from hasslefree.pipeline.inputs import CalibrationText
+from hasslefree.models.walk import Walk
 from hasslefree.planning.plan import Plan
-from hasslefree.progress import Phases
 from hasslefree.recipe.resolve import Resolved
 
 
@@ -31,38 +29,38 @@ class PlannedModel:
     plan: Plan
     room: int
     bytes_to_write: int
-    left_dense: list[str]
-    other_modalities: list[str]
+    left_dense: tuple[str, ...]
+    other_modalities: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A compression: the model, the plan of its layers, the text, and where it runs.
+    """A compression: how to walk through the model, the plan of its layers, and the text.
 
     Args:
         name: of the model, as in `Record`.
         from_memory: the model was given loaded, not by name.
+        own_segments: the segments were given in place of the recipe's text.
         tokenizer: None only if segments were given.
-        text: the calibration text; None if segments were given in its place.
         segments: calibration tokens of all processes, (samples, seqlen) int64.
-        device: where blocks are run and layers are solved.
-        storage: where hidden states are kept, as for `Activations`.
         work: the unfinished folder.
     """
 
     name: str
     from_memory: bool
-    model: PreTrainedModel
+    own_segments: bool
+    walk: Walk
     tokenizer: Any
     resolved: Resolved
     planned: PlannedModel
-    text: CalibrationText | None
     segments: Tensor
-    device: torch.device
-    storage: str
     world: World
-    phases: Phases
     work: Unfinished
+
+    @property
+    def device(self) -> torch.device:
+        """Where blocks are run and layers are solved."""
+        return self.walk.weights.device
 
     @property
     def local_segments(self) -> Tensor:
@@ -75,4 +73,4 @@ class Job:
         minutes = self.resolved.minutes
         if minutes is None:
             return None
-        return self.phases.began + 60 * minutes
+        return self.walk.phases.began + 60 * minutes

@@ -1,11 +1,11 @@
 """Solve the layers of a block whose inputs are known, and install them."""
 
 import dataclasses
-import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from torch import Tensor
 from hasslefree.checkpoint.plugin import empty_layer
 from hasslefree.checkpoint.record import LayerRecord
 from hasslefree.core.gram import Gram
-from hasslefree.core.protocols import Decomposition, Method
 from hasslefree.distributed import World
 from hasslefree.errors import HasslefreeError, MemoryShortError, option
 from hasslefree.models.sites import find_site
@@ -27,9 +26,6 @@ from hasslefree.solve.decompose import solve_layer
 from hasslefree.solve.methods import with_grid
 from hasslefree.solve.methods.weighted import Weighted
 
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 # The remark on a layer of an expert that no calibration token was routed to.
 NEVER_ROUTED = (
     "no calibration token was routed to this expert: it was fitted without inputs (H = I)"
@@ -92,7 +88,8 @@ def compress_group(task: Task, plans: Plans, gram: Gram) -> dict[str, Done]:
     done: dict[str, Done] = {}
     try:
         factorising = f"factorise the Gram matrix (XᵀX of the layers' {len(gram.matrix)} inputs)"
-        prepared = with_room(lambda: method.prepare(gram), factorising, gram.matrix.device)
+        with memory_errors(factorising, gram.matrix.device):
+            prepared = method.prepare(gram)
         preparing = (time.perf_counter() - start) / len(plans)
         for name, plan in plans.items():
             layer, record = compress_layer(task, name, plan, gram, prepared)
@@ -119,7 +116,11 @@ def compress_layer(task: Task, name: str, plan: LayerPlan, gram: Gram, prepared:
     weights = task.output_weights.get(full_name)
     if weights is not None:
         solver = Weighted(solver, weights)
-    result = solve_with_room(weight, gram, solver, prepared, plan, task.job.resolved.seed)
+    seed = task.job.resolved.seed
+    with memory_errors(f"solve a layer of {plan.shape[0]}×{plan.shape[1]}", weight.device):
+        result = solve_layer(
+            weight, gram, solver, prepared, plan.kept, plan.rank, seed, plan.factor_bits
+        )
     layer = SparseLowRankLinear.from_decomposition(result, site.bias, plan.pattern)
     seconds = time.perf_counter() - start
     record = LayerRecord.of(full_name, layer.spec, result, seconds, layer.stored_bytes)
@@ -128,38 +129,20 @@ def compress_layer(task: Task, name: str, plan: LayerPlan, gram: Gram, prepared:
     return layer, record
 
 
-def with_room(compute: Callable[[], T], task: str, device: torch.device) -> T:
-    """Compute something; if memory is short, once more after emptying torch's cache.
-
-    Args:
-        task: what it does, for the error.
+@contextmanager
+def memory_errors(task: str, device: torch.device) -> Iterator[None]:
+    """Name the task for which memory is short, and the remedies. torch has emptied its cache then.
 
     Raises:
-        MemoryShortError: memory is short the second time too.
+        MemoryShortError: memory is short.
     """
-    for _ in range(2):
-        try:
-            return compute()
-        except torch.OutOfMemoryError as error:
-            logger.warning("not enough memory to %s: %s", task, error)
-        torch.cuda.empty_cache()
-    raise MemoryShortError(
-        f"not enough memory on {device} to {task}; use {option('activations', 'cpu')}, another"
-        f" method, a larger device, or {option('device', 'cpu')}"
-    )
-
-
-def solve_with_room(
-    weight: Tensor, gram: Gram, method: Method, prepared: Any, plan: LayerPlan, seed: int
-) -> Decomposition:
-    """`solve_layer` with `with_room`."""
-
-    def solve() -> Decomposition:
-        return solve_layer(
-            weight, gram, method, prepared, plan.kept, plan.rank, seed, plan.factor_bits
-        )
-
-    return with_room(solve, f"solve a layer of {plan.shape[0]}×{plan.shape[1]}", weight.device)
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MemoryShortError(
+            f"not enough memory on {device} to {task}; use {option('activations', 'cpu')}, another"
+            f" method, a larger device, or {option('device', 'cpu')}"
+        ) from error
 
 
 def install_layer(task: Task, name: str, owner: int, done: Done | None) -> Done:

@@ -2,7 +2,7 @@
 the model card.
 """
 
-import json
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,17 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from hasslefree.checkpoint.card import FIGURE, base_licence, model_card
-from hasslefree.checkpoint.journal import FinishedPart
+from hasslefree.checkpoint.journal import FinishedPart, Progress
 from hasslefree.checkpoint.originals import (
     PROCESSOR_FILES,
     TEXT_FILES,
+    as_json,
     copy_original_files,
     read_configuration,
     restore_keys,
 )
 from hasslefree.checkpoint.plugin import HasslefreeConfig
-from hasslefree.checkpoint.record import LayerRecord, Record, versions
+from hasslefree.checkpoint.record import Record, versions
 from hasslefree.models.load import auto_class
 from hasslefree.pipeline.job import Job
 from hasslefree.units import significant
@@ -28,72 +29,64 @@ from hasslefree.units import significant
 logger = logging.getLogger(__name__)
 
 
-def described(job: Job) -> dict[str, Any]:
-    """The model, recipe, method and text of a compression, as in `Record` and the journal."""
-    return {
-        "model": job.name,
-        "recipe": job.resolved.to_dict(),
-        "method": repr(job.resolved.solver),
-        "versions": versions(),
-        "dtype": str(job.model.dtype).removeprefix("torch."),
-        "seqlen": job.segments.shape[1],
-        "tokens": job.segments.numel(),
-        "dense": job.planned.left_dense,
-        "towers": job.planned.other_modalities,
-        "device": job.device.type,
-        "own_segments": job.text is None,
-        "from_memory": job.from_memory,
-    }
+def described(job: Job) -> Record:
+    """The record of a compression before it has results."""
+    model = job.walk.model
+    return Record(
+        model=job.name,
+        recipe=job.resolved.to_dict(),
+        method=repr(job.resolved.solver),
+        versions=versions(),
+        device=job.device.type,
+        dtype=str(model.dtype).removeprefix("torch."),
+        seqlen=job.segments.shape[1],
+        tokens=job.segments.numel(),
+        seconds=0.0,
+        layers=(),
+        dense=job.planned.left_dense,
+        towers=job.planned.other_modalities,
+        own_segments=job.own_segments,
+        from_memory=job.from_memory,
+    )
 
 
 def configuration(model: PreTrainedModel) -> dict[str, Any]:
     """The configuration of a model, as JSON: what it computes, apart from its weights."""
-    content: dict[str, Any] = json.loads(json.dumps(model.config.to_dict(), default=str))
-    return {
-        name: value
-        for name, value in content.items()
-        if name not in ("_name_or_path", "transformers_version")
-    }
+    content = as_json(model.config)
+    for name in ("_name_or_path", "transformers_version"):
+        content.pop(name, None)
+    return content
 
 
 def recorded(
-    description: dict[str, Any],
-    parts: list[FinishedPart],
-    sensitivities: dict[str, float] | None,
-    **results: Any,
+    description: Record, progress: Progress, sensitivities: dict[str, float] | None
 ) -> Record:
-    """Make the record of a compression.
+    """Add the results to the record of a compression.
 
     Args:
-        description: the fields that `described` gives.
-        parts: the finished parts of the model.
         sensitivities: of an `Allocation`.
-        results: the fields of `Record` that are known at the end.
     """
-    layers: list[LayerRecord] = []
-    total = 0
-    for part in parts:
-        layers += part.layers
-        total += sum(part.tensors.values())
+    layers = [layer for part in progress.parts for layer in part.layers]
     rounded = None
     if sensitivities is not None:
         rounded = {name: significant(value) for name, value in sensitivities.items()}
-    fields = description | {
-        "dense": tuple(description["dense"]),
-        "towers": tuple(description["towers"]),
-        "other_bytes": total - sum(layer.bytes for layer in layers),
-        "sensitivities": rounded,
-    }
-    return Record(**fields, **results, layers=tuple(layers))
+    return dataclasses.replace(
+        description,
+        layers=tuple(layers),
+        predictions=progress.predictions,
+        held_out=progress.held_out,
+        sensitivities=rounded,
+        other_bytes=progress.bytes - sum(layer.bytes for layer in layers),
+    )
 
 
-def write_rest(
-    folder: Path, model: PreTrainedModel, tokenizer: Any, parts: list[FinishedPart], report: Record
-) -> None:
+def write_rest(folder: Path, job: Job, parts: list[FinishedPart], report: Record) -> None:
     """Write all of the output folder but the weights.
 
     These are the configuration, the tokenizer, compression.json and the model card.
     """
+    model = job.walk.model
+    tokenizer = job.tokenizer
     # A model that was created in memory has no files, and the hub is not searched for them.
     has_files = Path(report.model).is_dir() or bool(getattr(model.config, "_commit_hash", None))
     write_configuration(folder, model, parts, report, has_files)

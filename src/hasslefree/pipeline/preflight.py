@@ -1,8 +1,10 @@
 """A check of a model before hours of work: it runs block by block, and its weights are finite."""
 
+import dataclasses
+import logging
 from collections.abc import Container, Mapping
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -16,29 +18,33 @@ from hasslefree.models.experts import every_expert_called
 from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Walk
 from hasslefree.models.weights import Weights, outside
-from hasslefree.planning.plan import Plan
+from hasslefree.planning.memory import check_memory
+from hasslefree.planning.setup import Setup
+from hasslefree.progress import Phases
+
+logger = logging.getLogger(__name__)
 
 
 def preflight(
-    model: PreTrainedModel,
-    blocks: Blocks,
-    weights: Weights,
-    plan: Plan,
-    segment: Tensor,
-    walk_options: dict[str, Any],
+    setup: Setup, segments: Tensor, phases: Phases, folder: Path
 ) -> tuple[Walk, dict[str, str]]:
-    """Run one segment (1, tokens) through the whole model, before hours of work are spent.
+    """Run the first segment through the whole model, before hours of work are spent.
 
     Args:
-        walk_options: arguments of `Walk.open`.
+        segments: token ids (samples, tokens).
+        folder: as for `Activations`.
 
     Returns:
         How to walk through the model, and a checksum of each part by its name.
 
     Raises:
+        MemoryShortError: the compression does not fit in memory.
         ModelError: a planned layer does not run.
         NonFiniteError: a weight contains NaN or Inf.
     """
+    model = setup.model
+    blocks = setup.blocks
+    weights = Weights(model, setup.device, prefetch=check_memory(setup))
     with weights.present(outside(model, blocks)):
         digests = {"outside": checked(outside_tensors(model, blocks))}
 
@@ -49,7 +55,7 @@ def preflight(
 
     planned: list[str] = []
     handles = []
-    for index, (block, plans) in enumerate(zip(blocks.modules, plan, strict=True)):
+    for index, (block, plans) in enumerate(zip(blocks.modules, setup.plan, strict=True)):
         sites = find_sites(block)
         for name in plans:
             full_name = f"{blocks.prefix(index)}.{name}"
@@ -61,7 +67,8 @@ def preflight(
         digests[prefix] = checked(block_tensors(blocks.modules[index], prefix))
 
     with hooks(handles), every_expert_called(model):
-        walk = Walk.open(model, blocks, weights, segment, inspect=inspect, **walk_options)
+        first = segments[:1].to(setup.device)
+        walk = Walk.open(model, blocks, weights, first, setup.storage, folder, inspect, phases)
     silent = [name for name in planned if name not in reached]
     if silent:
         more = f" and {len(silent) - 1} more layers" if len(silent) > 1 else ""
@@ -70,6 +77,13 @@ def preflight(
             " to calibrate on. hasslefree compresses decoder-only language models; if this is one,"
             f" keep these layers dense with {option('leave_dense')}"
         )
+    if walk.width is not None:
+        logger.info(
+            "the blocks take extra inputs per token (%d values): more memory is used, results are"
+            " unaffected",
+            walk.width,
+        )
+        weights.prefetch = check_memory(dataclasses.replace(setup, width=walk.width))
     return walk, digests
 
 

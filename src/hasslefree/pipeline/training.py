@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from hasslefree.checkpoint.record import PredictionRecord
-from hasslefree.checkpoint.resume import Unfinished
 from hasslefree.errors import CalibrationError, option
 from hasslefree.models.calibrate import activation_values
 from hasslefree.models.walk import Walk
 from hasslefree.packed.linear import compressed_layers
-from hasslefree.pipeline.block import part_file
+from hasslefree.pipeline.block import part_file, stored_state
 from hasslefree.pipeline.held_out import Check
 from hasslefree.pipeline.inputs import more_text
 from hasslefree.pipeline.job import Job
@@ -27,7 +26,7 @@ from hasslefree.train.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 
-def matching_text(job: Job, walk: Walk) -> Tensor | None:
+def matching_text(job: Job) -> Tensor | None:
     """Read the text that predictions are matched on.
 
     It is the recipe's text, cut into windows that do not overlap, so the validation windows are
@@ -45,8 +44,8 @@ def matching_text(job: Job, walk: Walk) -> Tensor | None:
     segments = job.segments
     seqlen = segments.shape[1]
     count = segments_for(tokens, seqlen)
-    if job.text is not None:
-        segments = more_text(walk, job.text, job.tokenizer, count, seqlen)
+    if not job.own_segments:
+        segments = more_text(job.walk, job.resolved, job.tokenizer, count, seqlen)
     if len(segments) < count:
         is_read_again = passes_over(len(segments), tokens, seqlen) > 1 or job.resolved.minutes
         logger.warning(
@@ -67,37 +66,34 @@ def matching_text(job: Job, walk: Walk) -> Tensor | None:
 
 
 def train_and_check(
-    job: Job, walk: Walk, reference: Reference | None, writing: Phase, check: Check | None
-) -> PredictionRecord | None:
+    job: Job, reference: Reference | None, writing: Phase, check: Check | None
+) -> None:
     """Train the compressed model, and measure its perplexity, where the recipe asks for that.
 
     Args:
         reference: predictions to match; None if there is nothing to train, or no more.
         writing: the phase that counts files.
         check: None if the perplexity is not measured.
-
-    Returns:
-        The record of the training, in this run or in an earlier one; None without training.
     """
-    predictions = job.work.progress.predictions
+    predictions = None
     if reference is not None:
-        predictions = train_whole(job, walk, reference)
+        predictions = train_whole(job, reference)
         if check is not None:
             check.run_again()
     if check is not None:
         job.work.progress.held_out = check.measure()
-    if reference is not None and predictions is not None:
-        rewrite(job, walk, predictions, writing)
-    return predictions
+    if predictions is not None:
+        rewrite(job, predictions, writing)
 
 
-def train_whole(job: Job, walk: Walk, reference: Reference) -> PredictionRecord:
+def train_whole(job: Job, reference: Reference) -> PredictionRecord:
     """Train the compressed model whose blocks the unfinished folder holds."""
-    work = job.work
-    work.progress.parts = job.world.broadcast(work.progress.parts)
+    walk = job.walk
+    progress = job.work.progress
+    progress.parts = job.world.broadcast(progress.parts)
     blocks = walk.blocks.modules
     with walk.phases.phase(READ_BACK, len(blocks), "blocks") as phase:
-        bring_back(walk, work, phase.advance)
+        bring_back(job, phase.advance)
     settings = Training()
     values = 0.0
     for block in blocks:
@@ -105,35 +101,32 @@ def train_whole(job: Job, walk: Walk, reference: Reference) -> PredictionRecord:
         values += activation_values(block, shapes, settings.tokens(reference.seqlen))
     keep_graphs = in_one_pass(values, walk.weights.device)
     optimizer_device = None if walk.storage == "device" else torch.device("cpu")
-    restore = partial(bring_back, walk, work)
+    restore = partial(bring_back, job)
     trainer = Trainer(
         walk, reference, settings, job.world, optimizer_device, keep_graphs, job.deadline
     )
     return trainer.train(restore)
 
 
-def rewrite(job: Job, walk: Walk, predictions: PredictionRecord, writing: Phase) -> None:
+def rewrite(job: Job, predictions: PredictionRecord, writing: Phase) -> None:
     """Write the trained blocks in place of those that were read back."""
-    job.world.total(0.0, walk.weights.device)  # all processes have read the files
+    job.world.total(0.0, job.device)  # all processes have read the files
     if job.world.writes:
         with writing.running():
-            job.work.rewrite(trained_parts(walk, writing), predictions)
+            job.work.rewrite(trained_parts(job.walk, writing), predictions)
 
 
-def bring_back(walk: Walk, work: Unfinished, passed: Callable[[], None] | None = None) -> None:
+def bring_back(job: Job, passed: Callable[[], None] = lambda: None) -> None:
     """Put every compressed block on the device as it was written.
 
     Args:
         passed: called after each block.
     """
+    walk = job.walk
     for index, block in enumerate(walk.blocks.modules):
-        prefix = f"{walk.blocks.prefix(index)}."
-        state: dict[str, Tensor] = {}
-        for name, tensor in work.read(work.progress.blocks[index]).items():
-            state[name.removeprefix(prefix)] = tensor.to(walk.weights.device)
+        state = {name: tensor.to(job.device) for name, tensor in stored_state(job, index).items()}
         block.load_state_dict(state, assign=True, strict=not walk.blocks.shared)
-        if passed is not None:
-            passed()
+        passed()
     for name, source in walk.model.all_tied_weights_keys.items():
         if {name, source} <= walk.blocks.shared:
             path, _, leaf = name.rpartition(".")
