@@ -123,7 +123,7 @@ def test_what_bits_and_ranks_lose():
     layer, gram = probed(weight, x, gradients, grid)
     plan = LayerPlan.of((24, 32), DENSE, 0, torch.bfloat16, grid)
     resolved = Recipe(size="6bits", **QUICK).resolve(with_text=False)
-    options, sensitivity = grid_options(layer, plan, resolved.grids)
+    options, sensitivity = grid_options(layer, plan, resolved)
     rates, errors, root = [], {}, torch.linalg.cholesky(gram.matrix.double())
     for bits in (2, 3, 4, 5, 6, 8):
         each = dataclasses.replace(grid, bits=bits)
@@ -155,7 +155,7 @@ def test_a_layer_on_a_grid_gets_the_bits_of_that_grid():
     weight = grid.scaling(weight).nearest(weight)
     layer, _ = probed(weight, x, torch.randn(200, 24), grid)
     plan = LayerPlan.of((24, 32), DENSE, 0, torch.bfloat16, grid)
-    options, sensitivity = grid_options(layer, plan, Recipe(size="6bits", **QUICK).resolve(with_text=False).grids)
+    options, sensitivity = grid_options(layer, plan, Recipe(size="6bits", **QUICK).resolve(with_text=False))
     assert sensitivity > 0
     every = [dataclasses.replace(plan, grid=Grid(bits, 16, offset=True)) for bits in (2, 4)]
     losses = {each.grid.bits: options.loss(each) for each in every}

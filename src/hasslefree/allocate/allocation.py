@@ -8,10 +8,10 @@ from torch import Tensor
 from hasslefree.allocate.ladders import Ladder, greedy_allocate
 from hasslefree.allocate.options import Options, budget_options, grid_options
 from hasslefree.allocate.sensitivity import ProbedLayer, sensitivities
-from hasslefree.core.grids import Grid
 from hasslefree.distributed import World
 from hasslefree.models.walk import Walk
 from hasslefree.planning.plan import LayerPlan, Plan, bytes_of
+from hasslefree.recipe.resolve import Resolved
 
 
 @dataclass(frozen=True)
@@ -65,21 +65,16 @@ class Inspection:
     """Look at each layer of the dense model on the probes.
 
     Args:
-        grids: those that a layer may get, by rising bits.
-        rank: of every layer on a grid; None if it is to be chosen.
-        factor_bits: of L.
         output_weights: filled in; see `Allocation`.
     """
 
-    grids: Sequence[Grid]
-    rank: int | None
-    factor_bits: int | None
+    resolved: Resolved
     output_weights: dict[str, Tensor] = field(default_factory=dict)
 
     def __call__(self, layer: ProbedLayer, plan: LayerPlan) -> tuple[Options, float]:
         """The options of a layer, and its sensitivity. plan: its uniform one."""
         if plan.grid is not None:
-            return grid_options(layer, plan, self.grids, self.rank, self.factor_bits)
+            return grid_options(layer, plan, self.resolved)
         sparse = layer.changed(plan.kept, None)
         weights = layer.output_weights()
         if weights is not None:
@@ -89,16 +84,7 @@ class Inspection:
 
 
 def by_sensitivity(
-    walk: Walk,
-    plan: Plan,
-    room: int,
-    segments: Tensor,
-    world: World,
-    *,
-    grids: Sequence[Grid] = (),
-    rank: int | None = None,
-    factor_bits: int | None = None,
-    seed: int = 0,
+    walk: Walk, plan: Plan, resolved: Resolved, room: int, segments: Tensor, world: World
 ) -> Allocation:
     """Spend bytes on the layers where they bring the predictions closest to the dense model's.
 
@@ -110,11 +96,9 @@ def by_sensitivity(
         plan: the uniform one.
         room: bytes for all layers, at least those of the plan.
         segments: those of this process, (samples, tokens).
-        grids, rank, factor_bits: see `Inspection`.
-        seed: of the labels that are drawn.
     """
-    inspection = Inspection(grids, rank, factor_bits)
-    measured = sensitivities(walk, plan, segments, world, inspection, seed)
+    inspection = Inspection(resolved)
+    measured = sensitivities(walk, plan, segments, world, inspection, resolved.seed)
     choices: list[dict[str, LayerChoice]] = []
     by_name: dict[str, float] = {}
     for index, layers in enumerate(measured):

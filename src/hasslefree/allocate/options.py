@@ -15,6 +15,7 @@ from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import Unstructured
 from hasslefree.planning.plan import STEP as RANK_STEP
 from hasslefree.planning.plan import LayerPlan
+from hasslefree.recipe.resolve import Resolved
 
 # A layer keeps at least this share of its uniform rank and non-zeros, and gets at most this.
 LEAST = 0.5
@@ -65,13 +66,11 @@ class BudgetOptions:
 
     def plan(self, steps: Mapping[str, int]) -> LayerPlan:
         """The plan after a number of steps on each ladder."""
-        uniform = self.uniform
-        kept = uniform.kept
-        if "nonzeros" in self.ladders:
-            kept = Unstructured(self.first_nonzeros + steps["nonzeros"] * self.nonzeros_per_step)
-        rank = self.first_rank + steps["rank"]
-        bits = uniform.factor_bits
-        return LayerPlan.of(uniform.shape, kept, rank, uniform.dtype, uniform.grid, bits)
+        plan = dataclasses.replace(self.uniform, rank=self.first_rank + steps["rank"])
+        if "nonzeros" not in self.ladders:
+            return plan
+        count = self.first_nonzeros + steps["nonzeros"] * self.nonzeros_per_step
+        return dataclasses.replace(plan, kept=Unstructured(count), nonzeros=count)
 
     def loss(self, plan: LayerPlan) -> float:
         """The share of its sensitivity that the layer loses with a plan."""
@@ -173,11 +172,7 @@ class GridOptions:
 
 
 def grid_options(
-    layer: ProbedLayer,
-    plan: LayerPlan,
-    grids: Sequence[Grid],
-    rank: int | None = None,
-    factor_bits: int | None = None,
+    layer: ProbedLayer, plan: LayerPlan, resolved: Resolved
 ) -> tuple[GridOptions, float]:
     """Find what bits and ranks leave of a layer's sensitivity to rounding.
 
@@ -187,9 +182,7 @@ def grid_options(
 
     Args:
         plan: the uniform one, on one of the grids.
-        grids: those that the layer may get, by rising bits.
-        rank: the rank of the layer; None if it is to be chosen.
-        factor_bits: of L.
+        resolved: the recipe, with the grids that the layer may get.
 
     Returns:
         The options, and the layer's sensitivity to the fewest bits without L.
@@ -197,8 +190,8 @@ def grid_options(
     uniform_grid = plan.grid
     assert uniform_grid is not None
     # The group of this layer may be smaller than that of others.
-    grids = [dataclasses.replace(grid, group=uniform_grid.group) for grid in grids]
-    ranks = _ranks(plan, rank)
+    grids = [dataclasses.replace(grid, group=uniform_grid.group) for grid in resolved.grids]
+    ranks = _ranks(plan, resolved.rank_on_grids)
     errors: dict[Grid, float] = {}
     rates: list[float] = []
     for grid in grids:
@@ -216,27 +209,14 @@ def grid_options(
     for grid in grids:
         for rank in ranks:
             if rank < len(undone):
-                candidate = _on_grid(plan, grid, rank, factor_bits)
+                bits = resolved.factor_bits
+                candidate = dataclasses.replace(plan, grid=grid, rank=rank, factor_bits=bits)
                 if candidate.size <= candidate.dense_size:
                     plans.append(candidate)
-    points = [(p.size, float(losses[_grid_of(p)][p.rank])) for p in plans]
-    best = [plans[index] for index in hull(points)]
+    options = GridOptions(plans, losses)
+    corners = hull([(candidate.size, options.loss(candidate)) for candidate in plans])
+    best = [plans[index] for index in corners]
     return GridOptions(best, losses), most * sum(rates) / len(rates)
-
-
-def _grid_of(plan: LayerPlan) -> Grid:
-    assert plan.grid is not None
-    return plan.grid
-
-
-def _on_grid(
-    plan: LayerPlan,
-    grid: Grid,
-    rank: int,
-    factor_bits: int | None,
-) -> LayerPlan:
-    """The plan with another grid and rank."""
-    return LayerPlan.of(plan.shape, plan.kept, rank, plan.dtype, grid, factor_bits)
 
 
 def _ranks(plan: LayerPlan, rank: int | None) -> list[int]:

@@ -90,15 +90,5 @@ def advise(
         setup = Setup(loaded, blocks, uniform[0], untrained, samples, seqlen, target, activations)
         phases.expected = seconds_by_phase(setup, without=(INPUTS, SOLVING))
         walk, _ = preflight(setup, segments, phases, Path(scratch))
-        dealt = by_sensitivity(
-            walk,
-            uniform[0],
-            room,
-            segments,
-            ALONE,
-            grids=resolved.grids,
-            rank=resolved.rank_on_grids,
-            factor_bits=resolved.factor_bits,
-            seed=resolved.seed,
-        )
+        dealt = by_sensitivity(walk, uniform[0], resolved, room, segments, ALONE)
         return [Advice.of(plan, dense, dealt.divergence(plan)) for plan in (dealt.plan, *uniform)]

@@ -296,17 +296,7 @@ def allocate(job: Job) -> Allocation:
     segments = job.local_segments
     if resolved.allocate == "owl":
         return by_outliers(job.walk, plan, resolved, segments, job.world)
-    allocation = by_sensitivity(
-        job.walk,
-        plan,
-        job.planned.room,
-        segments,
-        job.world,
-        grids=resolved.grids,
-        rank=resolved.rank_on_grids,
-        factor_bits=resolved.factor_bits,
-        seed=resolved.seed,
-    )
+    allocation = by_sensitivity(job.walk, plan, resolved, job.planned.room, segments, job.world)
     return dataclasses.replace(allocation, choices=())  # other processes need none
 
 
