@@ -35,7 +35,7 @@ def whole(tmp_path_factory):
     """The bytes of a run that writes each block before it goes on."""
     out = tmp_path_factory.mktemp("whole") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hasslefree.planning.memory.fits", lambda setup: not setup.prefetch)
+        patch.setattr("hasslefree.pipeline.preflight.check_memory", lambda setup: False)
         compress(out)
     return contents(out)
 
@@ -75,7 +75,7 @@ def test_a_block_is_written_while_the_next_one_is_compressed_and_no_two_at_once(
 def test_where_memory_is_short_a_block_is_written_before_the_next_one_begins(saving, tmp_path, monkeypatch):
     begun, seen = [], []
     saving["before"] = begun.append
-    monkeypatch.setattr("hasslefree.planning.memory.fits", lambda setup: not setup.prefetch)
+    monkeypatch.setattr("hasslefree.pipeline.preflight.check_memory", lambda setup: False)
 
     def progress(layer, done, total):
         folder = tmp_path / "out.unfinished"

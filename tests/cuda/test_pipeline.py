@@ -9,7 +9,7 @@ from hasslefree import Recipe
 from hasslefree.errors import MemoryShortError
 from hasslefree.packed.layouts import layout_of
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers, use_backend
-from hasslefree.pipeline import compress as driver
+from hasslefree.pipeline import preflight
 from hasslefree.planning.memory import LIBRARY_BYTES, estimate, total
 from tests.tiny_models import NO_TOKENIZER, build, logits, segments
 
@@ -36,7 +36,7 @@ def compressed(tmp_path, recipe, device):
 def test_a_compression_comes_out_as_on_the_cpu(name, gpu, tmp_path, monkeypatch):
     """And it takes no more of the GPU than was estimated."""
     setups = []
-    monkeypatch.setattr(driver, "check_memory", lambda setup: setups.append(setup) or True)
+    monkeypatch.setattr(preflight, "check_memory", lambda setup: setups.append(setup) or True)
     # The matrices of 4 MB whose product is timed are freed before the work; those of the model are smaller here.
     monkeypatch.setattr("hasslefree.planning.duration.product_rate", lambda device: 1e12)
     here, _ = compressed(tmp_path, RECIPES[name], "cpu")
