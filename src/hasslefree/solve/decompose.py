@@ -199,7 +199,7 @@ def approximation(
     """S and L of a weight in the working dtype, without a measurement of their error; arguments as
     in `solve_layer`.
     """
-    weight = live(weight, gram)
+    weight = live(weight, gram).contiguous()  # experts may be stored transposed
     start = LowRank.gaussian_start(weight, rank, seed)
     solution = None if method.grid else unchanged(weight, pattern, start)
     if solution is None:
