@@ -5,14 +5,15 @@ import logging
 from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 from rich.console import Console
 
-from hasslefree.bar import with_bar
+from hasslefree.bar import show, with_bar
 from hasslefree.cli import bars
-from hasslefree.progress import INPUTS, LOADING, SOLVING, Phases
+from hasslefree.progress import INPUTS, LOADING, SOLVING, Phases, Step
 
 
 class Screen(io.StringIO):
@@ -99,6 +100,10 @@ def test_the_switches_of_tqdm_turn_the_bar_of_a_call_off(monkeypatch, environmen
     enable_progress_bars()
     shown = [line.partition(" |")[0] for line in screen.getvalue().split("\r")]
     assert wanted in shown if wanted else shown == [""]
+
+
+def test_a_step_before_any_time_has_passed_is_shown():
+    show(MagicMock(n=0), Step(LOADING, 0, 1, "", seconds=0.0, left=0.0))
 
 
 def test_a_listener_replaces_the_bar(monkeypatch):

@@ -45,7 +45,7 @@ def show(bar: Any, step: Step) -> None:
     """
     bar.set_description_str(f"{step.phase} {step.count}{step.about}", refresh=False)
     share = step.done / step.total
-    if step.left is not None:
+    if step.left is not None and step.seconds:
         share = step.seconds / (step.seconds + step.left)
     bar.update(share - bar.n)
     if not step.done:

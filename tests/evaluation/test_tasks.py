@@ -64,6 +64,8 @@ def test_a_row_without_a_right_answer_is_an_error(tmp_path, task, row, message):
 def test_only_the_rows_within_the_limit_are_checked(tmp_path):
     folder = write_rows(tmp_path, {"piqa": [ROWS["piqa"][0], ROWS["piqa"][1] | {"label": -1}]})
     load_task("piqa", folder, limit=1)
+    with pytest.raises(TaskError, match="label"):
+        load_task("piqa", folder, limit=2)
 
 
 def test_names_and_a_harness_that_is_missing(monkeypatch):

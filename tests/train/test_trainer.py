@@ -275,6 +275,15 @@ def test_predictions_that_are_nan_are_an_error():
         Trainer(walk, reference, Training()).train(back_to(walk, {}))
 
 
+def test_a_divergence_that_rounds_below_zero_is_zero(monkeypatch):
+    """A record holds no negative divergence, and a folder with one could not be read."""
+    walk, reference, *_ = prepared("llama")
+    monkeypatch.setattr(Trainer, "divergence", lambda self, segment, states: torch.tensor(-3e-8))
+    trainer = Trainer(walk, reference, Training())
+    trainer.open(1.0)
+    assert trainer.validate() == 0
+
+
 @given(st.integers(1, 10**6), st.integers(2, 4096))
 def test_one_segment_of_seventeen_is_held_out(tokens, seqlen):
     reference = Reference(torch.empty(0, seqlen), None, segments_for(tokens, seqlen))

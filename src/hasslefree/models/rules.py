@@ -4,7 +4,7 @@ dense.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -191,7 +191,7 @@ RULES: tuple[tuple[str, Callable[[BlockView, Candidate], bool]], ...] = (
 )
 
 
-def select_sites(blocks: Blocks, leave_dense: Iterable[str] = ()) -> Selection:
+def select_sites(blocks: Blocks, leave_dense: Collection[str] = ()) -> Selection:
     """Apply the rules to every matrix in the blocks.
 
     Args:

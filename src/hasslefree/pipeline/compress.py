@@ -62,6 +62,21 @@ from hasslefree.validation import typed
 
 logger = logging.getLogger(__name__)
 
+# Fields of a record that are known before the first block, and on which all blocks depend.
+IDENTITY = (
+    "model",
+    "method",
+    "versions",
+    "device",
+    "dtype",
+    "seqlen",
+    "tokens",
+    "dense",
+    "towers",
+    "own_segments",
+    "from_memory",
+)
+
 
 @typed
 @with_bar
@@ -244,14 +259,15 @@ def run(job: Job, digests: dict[str, str]) -> Record:
     work = job.work
     reference, check = run_dense_model(job)
     allocation = job.world.broadcast(allocate(job))
-    record = described(job)
+    description = described(job)
     if job.world.writes:
-        work.progress.check_identity(identity_of(job, record, digests, allocation.plan))
+        identity = identity_of(job, description, digests, allocation.plan)
+        work.progress.check_identity(identity)
     with writing_files(job) as writing:
         compress_blocks(job, allocation, writing, check)
         train_and_check(job, reference, writing, check)
         progress = job.world.broadcast(work.progress)
-        record = recorded(record, progress, allocation.sensitivities)
+        record = recorded(description, progress, allocation.sensitivities)
         if job.world.writes:
             with writing.running():
                 work.finish(lambda folder: write_rest(folder, job, progress.parts, record))
@@ -306,7 +322,7 @@ def identity_of(
     """Everything that the compressed blocks depend on, as JSON for the journal."""
     # No block depends on the minutes.
     settings = {name: value for name, value in description.recipe.items() if name != "minutes"}
-    return vars(description) | {
+    return {name: getattr(description, name) for name in IDENTITY} | {
         "segments": checksum([job.segments.long()]),
         "weights": digests,
         "config": configuration(job.walk.model),

@@ -354,4 +354,7 @@ class Trainer:
                     for row, segment in enumerate(segments)
                 )
         tokens = len(self.reference.validation) * self.reference.seqlen
-        return self.world.total(total, self.reference.segments.device) / tokens
+        mean = self.world.total(total, self.reference.segments.device) / tokens
+        if mean < 0:  # a divergence of nearly nothing, rounded
+            return 0.0
+        return mean

@@ -131,6 +131,9 @@ class Int4Kernel:
 
     On a CPU the kernel takes the buffer `weight_packed` of the layer, whose codes it holds in the
     order of torch's operators, so that one copy of the codes is in memory. `release` returns them.
+    While the kernel holds codes, the buffer is None. Reading the tensors of the layer releases
+    them, also while they are prepared: therefore the lock may be taken twice by one thread, and
+    `key` is set last.
     """
 
     def __init__(self) -> None:
