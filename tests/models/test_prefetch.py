@@ -59,9 +59,7 @@ def test_the_bytes_are_those_of_one_step_after_the_other(name, reads, tmp_path, 
     build(name if name == "mixtral" else "llama", num_hidden_layers=3).save_pretrained(tmp_path / "dense")
     for beside in (True, False):
         reads.clear()
-        monkeypatch.setattr(
-            "hasslefree.planning.memory.fits", lambda setup, beside=beside: beside or not setup.prefetch
-        )
+        monkeypatch.setattr("hasslefree.pipeline.preflight.check_memory", lambda setup, beside=beside: beside)
         hasslefree.compress(
             tmp_path / "dense", tmp_path / str(beside), RECIPES[name], tokenizer=NO_TOKENIZER, segments=segments(),
             device="cpu",

@@ -247,7 +247,7 @@ def test_a_place_that_is_not_writable_is_seen_before_the_work(tmp_path, monkeypa
 
 def test_a_pruner_alone_refuses_the_rank_that_a_ratio_gives(tmp_path):
     recipe = Recipe(method="wanda", ratio=0.4)
-    with pytest.raises(BudgetError, match=r"no low-rank part, so rank must be 0, got \d.*q_proj"):
+    with pytest.raises(BudgetError, match=r"no low-rank part, so rank must be 0, got \d.*k_proj"):
         hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments())
 
 
