@@ -104,6 +104,18 @@ def run(size, out, recipe, **options):
 
 
 @forked
+def test_a_layer_travels_in_the_dtype_of_the_model(tmp_path, monkeypatch):
+    """Where a processor has no products of bfloat16, the matrices of the block are float32 meanwhile."""
+    monkeypatch.setattr("hasslefree.models.precision.multiplies_bfloat16", lambda device: False)
+    recipe = Recipe(rank=2, method="eora")
+    one = hasslefree.compress(build("llama").bfloat16(), tmp_path / "one", recipe, segments=segments(6, 32))
+    assert run(2, tmp_path / "many", recipe, dtype=torch.bfloat16) == [0, 0]
+    stored = json.loads((tmp_path / "many" / "compression.json").read_text())
+    for mine, layer in zip(one.layers, stored["layers"], strict=True):
+        assert layer["relative_error"] == pytest.approx(mine.relative_error, rel=0.02)
+
+
+@forked
 @pytest.mark.parametrize("sequential", ["layer", "block"])
 @pytest.mark.parametrize(("size", "method"), [(2, "joint"), (3, "joint"), (2, "eora"), (2, "caldera")])
 def test_the_result_is_that_of_one_process(size, method, sequential, tmp_path, monkeypatch):

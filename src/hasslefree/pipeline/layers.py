@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasslefree.checkpoint.plugin import empty_layer
 from hasslefree.checkpoint.record import LayerRecord
 from hasslefree.core.gram import Gram
 from hasslefree.distributed import World
@@ -154,11 +153,14 @@ def install_layer(task: Task, name: str, owner: int, done: Done | None) -> Done:
         done: the layer and its record; None in the other processes.
     """
     site = find_site(task.visit.block, name)
+    plan = task.plans[name]
     world = task.world
     solved = None if done is None else (done[0].spec, done[1])
     spec, record = world.broadcast(solved, owner)
     if done is None:
-        layer = empty_layer(site, record.name, spec)
+        # In the dtype of the model: while the block computes, that of the site may be another.
+        device = site.parameter.device
+        layer = SparseLowRankLinear(spec, site.bias is not None, plan.dtype, device)
         task.solving.advance(layer=record)
     else:
         layer = done[0]
