@@ -314,7 +314,7 @@ def test_the_grid_comes_from_the_recipe_and_makes_dense_the_default():
         ({"method": "gptq", "group_size": -1}, "group_size must be at least 0, got -1"),
         (
             {"pattern": "dense", "rank": 2},
-            "pattern dense keeps every entry.*method joint.*caldera, joint-grid, rtn, gptq",
+            "pattern dense keeps every entry.*method joint.*joint-grid, rtn, gptq",
         ),
         (
             {"method": "gptq", "rank": 2},
