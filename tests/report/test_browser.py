@@ -27,7 +27,7 @@ FOLDERS = ["one", "two-" + 60 * "x"]
 SIZES = {"desktop": (1200, 900), "phone": (380, 800)}
 
 
-PHASES = [("loading the model", 0.5), ("solving", 10.0), ("writing", 5.0)]
+PHASES = [("loading the model", 2.0), ("solving", 10.0), ("writing", 5.0)]
 SAMPLES = [
     Samples((Sample("Say <b>", "same left" + 90 * "x", "same <i>right"),)),
     Samples((Sample("Say <b>", "alone"),), "No dense model."),
@@ -262,7 +262,7 @@ def test_phases_are_bars_of_their_share_of_the_whole_time(opened, file):
     page = opened()
     rows = page.locator(".phases tbody tr:visible")
     assert [[cell.strip() for cell in row.split("\t")] for row in rows.all_inner_texts()] == [
-        ["loading the model", "", "0.5 s"], ["solving", "", "10 s"], ["writing", "", "5.0 s"],
+        ["loading the model", "", "2 s"], ["solving", "", "10 s"], ["writing", "", "5 s"],
     ]  # fmt: skip
     stored = json.loads(seconds_file(file.parent / "one").read_text())
     widths = page.locator(".phases i").evaluate_all(
@@ -281,7 +281,7 @@ def test_samples_are_highlighted_from_the_first_difference(opened):
     assert page.locator(".prompt:visible").all_inner_texts() == ["Say <b>"]
     assert page.locator(".written:visible").all_inner_texts() == ["same <i>right", "same left" + 90 * "x"]
     assert page.locator("mark:visible").all_inner_texts() == ["<i>right", "left" + 90 * "x"]
-    assert page.get_by_text("The first token is the same.").count() == 1
+    assert page.get_by_text("from the first character at which they differ").count() == 1
     page.locator("#choice input").nth(1).check(force=True)
     assert page.locator(".written:visible").all_inner_texts() == ["alone"]
     assert page.locator("mark:visible").count() == 0

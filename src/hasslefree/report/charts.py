@@ -151,7 +151,9 @@ def lines(
     shared: dict[str, Any] = {"title": None, "legend": None}
     if not selected:
         shared["legend"] = legend(kinds)
-    steps = alt.Scale(zero=False, nice=False)
+    # Given, because a layer without values has none from which Vega could find it.
+    ends = [step for row in rows for step in row["step"]]
+    steps = alt.Scale(domain=[min(ends), max(ends)])
     dashes = alt.Scale(domain=kinds, range=DASHES)
     chart = data.mark_line(strokeWidth=1, point=bool(selected)).encode(
         alt.X("step:Q", title=x, axis=WHOLE, scale=steps),
