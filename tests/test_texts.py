@@ -5,14 +5,8 @@ from hypothesis import strategies as st
 
 from hasslefree.errors import CalibrationError, UnknownNameError
 from hasslefree.models.tokenizer import encode as encode_whole
-from hasslefree.texts import (
-    MOST_SHORT,
-    calibration_documents,
-    check_text,
-    disjoint_segments,
-    draw_segments,
-    evaluation_text,
-)
+from hasslefree.texts.segments import MOST_SHORT, disjoint_segments, draw_segments
+from hasslefree.texts.sources import calibration_documents, check_text, evaluation_text
 
 
 def encode(text):

@@ -16,7 +16,7 @@ from hasslefree.errors import RecipeError, UnknownNameError
 from hasslefree.evaluation.tasks import check_tasks
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.solve.methods import METHODS, settings_of
-from hasslefree.texts import check_text
+from hasslefree.texts.sources import check_text
 
 RECIPES = ROOT / "recipes"
 PRINTED = ROOT / "docs" / "results" / "paper_tables.csv"

@@ -19,7 +19,8 @@ from hasslefree.models.load import load_model
 from hasslefree.models.tokenizer import encode, load_tokenizer
 from hasslefree.models.walk import Walk
 from hasslefree.models.weights import Weights
-from hasslefree.texts import calibration_documents, draw_segments
+from hasslefree.texts.segments import draw_segments
+from hasslefree.texts.sources import calibration_documents
 
 # Pattern, sparsity where the pattern does not say, rank.
 Setting = tuple[str, float | None, int]

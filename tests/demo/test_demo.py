@@ -19,7 +19,7 @@ from hasslefree.demo.run import (
     run_demo,
     sample_table,
 )
-from hasslefree.texts import calibration_documents
+from hasslefree.texts.sources import calibration_documents
 
 
 def test_the_held_out_perplexity_is_the_one_that_training_recorded():

@@ -14,7 +14,8 @@ from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL
 from hasslefree.errors import ArgumentError, ModelError
 from hasslefree.evaluation.run import check_causal, evaluate, text_perplexity
 from hasslefree.progress import Phases
-from hasslefree.texts import Protocol, calibration_documents
+from hasslefree.texts.hub import Protocol
+from hasslefree.texts.sources import calibration_documents
 
 
 def test_an_evaluation_takes_its_dtype_and_window():

@@ -17,7 +17,8 @@ from hasslefree.models import precision
 from hasslefree.pipeline import compress as module
 from hasslefree.pipeline.inputs import draw
 from hasslefree.recipe.resolve import with_defaults
-from hasslefree.texts import calibration_documents, draw_segments
+from hasslefree.texts.segments import draw_segments
+from hasslefree.texts.sources import calibration_documents
 from tests import oracles
 from tests.listeners import by_layer
 from tests.tiny_models import build, gram_of, logits, segments, tensors_of

@@ -20,7 +20,8 @@ from hasslefree.demo.run import MODEL
 from hasslefree.models.load import load_on_disk
 from hasslefree.pipeline import held_out
 from hasslefree.planning.schedule import HELD_OUT_SEGMENTS
-from hasslefree.texts import calibration_documents, disjoint_segments, draw_segments
+from hasslefree.texts.segments import disjoint_segments, draw_segments
+from hasslefree.texts.sources import calibration_documents
 from tests.listeners import by_layer, free_port
 from tests.tiny_models import build, tensors_of
 

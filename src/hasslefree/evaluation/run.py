@@ -27,7 +27,8 @@ from hasslefree.models.load import load_model, resolve_seqlen
 from hasslefree.models.probe import sees_later_tokens
 from hasslefree.models.tokenizer import encode, load_tokenizer
 from hasslefree.progress import LOADING, Listener, Phases
-from hasslefree.texts import HUB_TEXTS, check_text, evaluation_protocol, evaluation_text
+from hasslefree.texts.hub import HUB_TEXTS
+from hasslefree.texts.sources import check_text, evaluation_protocol, evaluation_text
 from hasslefree.validation import Positive, typed
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from hasslefree.errors import CheckpointError
 from hasslefree.models.load import check_name, loading, no_model
-from hasslefree.texts import PIECE, WIDEST
+from hasslefree.texts.sources import PIECE, WIDEST
 
 
 def tokenizing(name: str) -> AbstractContextManager[None]:

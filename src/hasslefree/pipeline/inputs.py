@@ -17,7 +17,8 @@ from hasslefree.models.walk import Walk
 from hasslefree.pipeline.self_text import whole_model, written_segments
 from hasslefree.progress import HELD_OUT_TEXT, REFERENCE_TEXT, TEXT, Phases
 from hasslefree.recipe.fields import Fields
-from hasslefree.texts import SELF, calibration_documents, disjoint_segments, draw_segments
+from hasslefree.texts.segments import disjoint_segments, draw_segments
+from hasslefree.texts.sources import SELF, calibration_documents
 
 
 def open_model(

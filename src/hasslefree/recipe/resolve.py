@@ -15,7 +15,7 @@ from hasslefree.recipe.fields import NAMES, Allocate, Fields
 from hasslefree.solve.methods import METHODS, build_method
 from hasslefree.solve.methods.prune import Prune
 from hasslefree.solve.pruners import PRUNERS
-from hasslefree.texts import check_text
+from hasslefree.texts.sources import check_text
 from hasslefree.units import Size
 
 # What each effort sets, if the recipe leaves it open. MOVING is `balanced` for a sparse S whose

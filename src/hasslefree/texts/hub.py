@@ -1,0 +1,92 @@
+"""Public texts on the hub, and how their perplexity is measured."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from hasslefree.errors import CalibrationError, option
+
+_PTB = "hf://datasets/ptb-text-only/ptb_text_only@refs%2Fconvert%2Fparquet/penn_treebank/{}/0000.parquet"
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """The part of a text that is scored; two perplexities compare only if all of this is the same.
+
+    Args:
+        joiner: the text between two documents.
+        documents: the number of documents, from the first on; None for all.
+        windows: the number of windows, from the first on; None for all.
+        remainder: also score the last window if the tokens do not fill it.
+        special_tokens: let the tokenizer put its own (<bos>, say) before the whole text, once.
+    """
+
+    joiner: str = "\n\n"
+    documents: int | None = None
+    windows: int | None = None
+    remainder: bool = True
+    special_tokens: bool = True
+
+
+@dataclass(frozen=True)
+class HubText:
+    """A public text on the hub.
+
+    Args:
+        calibration, evaluation: the arguments of `datasets.load_dataset` for each use.
+        field: the field of a row that holds the text.
+        protocol: how the perplexity is measured.
+    """
+
+    calibration: dict[str, Any]
+    evaluation: dict[str, Any]
+    field: str
+    protocol: Protocol
+
+
+# The texts and protocols of SparseGPT's experiments (arXiv 2301.00774), which the paper's public
+# code shares: whole windows alone; of C4 the first shard for calibration, and 256 windows of its
+# first 1,100 validation documents.
+HUB_TEXTS = {
+    "c4": HubText(
+        {
+            "path": "allenai/c4",
+            "data_files": "en/c4-train.00000-of-01024.json.gz",
+            "split": "train",
+        },
+        {
+            "path": "allenai/c4",
+            "data_files": "en/c4-validation.00000-of-00008.json.gz",
+            "split": "train",
+        },
+        field="text",
+        protocol=Protocol(joiner=" ", documents=1100, windows=256, remainder=False),
+    ),
+    "wikitext2": HubText(
+        {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "split": "train"},
+        {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "split": "test"},
+        field="text",
+        protocol=Protocol(remainder=False),
+    ),
+    "ptb": HubText(
+        {"path": "parquet", "data_files": _PTB.format("train"), "split": "train"},
+        {"path": "parquet", "data_files": _PTB.format("test"), "split": "train"},
+        field="sentence",
+        protocol=Protocol(joiner=" ", remainder=False),
+    ),
+}
+
+
+def documents_on_hub(name: str, split: dict[str, Any]) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_dataset(**split)[HUB_TEXTS[name].field]
+    except Exception as error:  # whatever the network, the hub and the reader of the file may raise
+        cause = f"{type(error).__name__}: {error}"
+        if isinstance(error, ConnectionError):
+            cause = "no connection"
+        raise CalibrationError(
+            f"the text {name!r} could not be downloaded from the hub ({cause}); give a local .txt"
+            " or .jsonl file, or, to compress, let the model write the text"
+            f" ({option('calibration', 'self')})"
+        ) from error

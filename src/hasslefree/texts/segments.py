@@ -1,0 +1,162 @@
+"""Segments of tokens that are drawn from the documents of a text."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hasslefree.errors import CalibrationError, option
+
+# The token ids of a text.
+Encode = Callable[[str], Sequence[int] | Tensor]
+# Text counts as repeated if this many consecutive tokens are, or half a window; and the base of
+# their hash.
+RUN = 32
+MULTIPLIER = 6364136223846793005
+# Documents in a row without a segment, after which no more are looked at: a tokenizer takes a
+# minute for a million.
+MOST_SHORT = 1 << 16
+# The shortest segment that an error proposes: fewer tokens say little about a layer's inputs.
+SHORTEST = 32
+
+
+def in_turn(
+    documents: Sequence[str], order: Tensor, encode: Encode, seqlen: int
+) -> Iterator[Tensor]:
+    """Yield the tokens of documents in this order, int64 (tokens).
+
+    It ends after `MOST_SHORT` documents in a row that have fewer tokens than `seqlen`.
+    """
+    short = 0
+    for index in order.tolist():
+        tokens = torch.as_tensor(encode(documents[index]), dtype=torch.int64)
+        if len(tokens) < seqlen:
+            short += 1
+        else:
+            short = 0
+        yield tokens
+        if short == MOST_SHORT:
+            return
+
+
+def disjoint_segments(
+    documents: Sequence[str],
+    encode: Encode,
+    most: int,
+    seqlen: int,
+    seed: int,
+    used: Tensor | None = None,
+) -> Tensor:
+    """Windows of random documents that do not overlap, in random order: `most`, or all that there
+    are.
+
+    With the same seed, the documents that `draw_segments` takes first come last.
+
+    Args:
+        used: token ids (samples, seqlen) that no window may repeat. The first documents are then
+            those halfway between the documents that `draw_segments` takes first and last.
+
+    Returns:
+        (windows, seqlen) int64; no rows where no document is long enough.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    windows: list[Tensor] = []
+    order = torch.randperm(len(documents), generator=generator).flip(0)
+    length = min(RUN, max(seqlen // 2, 1))
+    nothing = torch.empty(0, seqlen, dtype=torch.int64)
+    if used is None:
+        seen = runs(nothing, length)
+    else:
+        seen = runs(used, length).unique()
+        order = order.roll(len(order) // 2)
+    for tokens in in_turn(documents, order, encode, seqlen):
+        start = int(torch.randint(len(tokens) % seqlen + 1, (), generator=generator))
+        if len(tokens) < seqlen:
+            continue
+        repeated = torch.isin(runs(tokens, length), seen)
+        while start + seqlen <= len(tokens):
+            repeats = repeated[start : start + seqlen - length + 1].nonzero()
+            if len(repeats):
+                start += int(repeats[-1]) + 1
+            else:
+                windows.append(tokens[start : start + seqlen])
+                start += seqlen
+        if len(windows) >= most:
+            break
+    chosen = torch.randperm(len(windows), generator=generator)[:most].tolist()
+    if not chosen:
+        return nothing
+    return torch.stack([windows[i] for i in chosen])
+
+
+def runs(tokens: Tensor, length: int) -> Tensor:
+    """Hash every `length` consecutive tokens: (…, tokens) → (…, tokens − length + 1), int64."""
+    hashes = torch.zeros_like(tokens[..., length - 1 :])
+    for offset in range(length):
+        hashes = hashes * MULTIPLIER + tokens[..., offset : offset + hashes.shape[-1]]
+    return hashes
+
+
+def draw_segments(
+    documents: Sequence[str], encode: Encode, samples: int, seqlen: int, seed: int
+) -> Tensor:
+    """Random windows of random documents that are long enough, as SparseGPT draws them (arXiv
+    2301.00774).
+
+    Documents are visited in random order, one window each; a text with fewer long documents than
+    samples gives several windows a document, but never more tokens than it has.
+
+    Returns:
+        (samples, seqlen) int64.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def window(tokens: Tensor) -> Tensor:
+        start = int(torch.randint(len(tokens) - seqlen + 1, (), generator=generator))
+        return tokens[start : start + seqlen]
+
+    windows: list[Tensor] = []
+    long: list[Tensor] = []
+    lengths: list[int] = []
+    order = torch.randperm(len(documents), generator=generator)
+    for tokens in in_turn(documents, order, encode, seqlen):
+        lengths.append(len(tokens))
+        if len(tokens) >= seqlen:
+            long.append(tokens)
+            windows.append(window(tokens))
+        if len(windows) == samples:
+            break
+    _check_length(lengths, samples, seqlen)
+    while len(windows) < samples:
+        windows.append(window(long[int(torch.randint(len(long), (), generator=generator))]))
+    return torch.stack(windows)
+
+
+def _check_length(
+    lengths: list[int],
+    samples: int,
+    seqlen: int,
+) -> None:
+    """Raise a CalibrationError if a text is too short for its segments.
+
+    Args:
+        lengths: the tokens of each document that was read.
+    """
+    longest = max(lengths, default=0)
+    if longest < seqlen:
+        remedy = "longer documents"
+        if longest >= SHORTEST:
+            remedy += f" or {option('seqlen', longest)}"
+        raise CalibrationError(
+            f"no document of the calibration text has {seqlen} tokens: the longest of"
+            f" {len(lengths)} has {longest}; use {remedy}"
+        )
+    long = [length for length in lengths if length >= seqlen]
+    have = sum(long)
+    if len(long) < samples and have < samples * seqlen:
+        raise CalibrationError(
+            f"the calibration text is too short: {samples} samples × {seqlen} = {samples * seqlen}"
+            f" tokens are needed, and its documents of at least {seqlen} tokens have {have} in"
+            f" total; use {option('samples', have // seqlen)}, a smaller {option('seqlen')} or a"
+            " longer text"
+        )
