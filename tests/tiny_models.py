@@ -7,7 +7,11 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from hasslefree import Gram
 
@@ -91,6 +95,21 @@ def build(family: str, dtype: torch.dtype = torch.float32, **changes) -> PreTrai
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval()
+
+
+def number_tokenizer(template: str = "$A", **settings: object) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are the numbers 3 to 63, which are their own ids.
+
+    template: what it puts around a text, such as "<s> $A </s>". settings: of transformers, such as add_bos_token.
+    """
+    names = ["<unk>", "<s>", "</s>", *map(str, range(3, 64))]
+    made = Tokenizer(WordLevel({name: index for index, name in enumerate(names)}, "<unk>"))
+    made.pre_tokenizer = WhitespaceSplit()
+    if template != "$A":
+        made.post_processor = TemplateProcessing(single=template, special_tokens=[("<s>", 1), ("</s>", 2)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>", **settings
+    )
 
 
 # For models that are compressed by their name, and have none.

@@ -122,6 +122,7 @@ class Scale:
             "dtype": self.dtype or "auto",
             "limit": self.limit,
             "task_data": self.task_data,
+            "first_token": False,  # as in SparseGPT's code
         }
 
 

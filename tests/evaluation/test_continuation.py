@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hasslefree.demo.run import MODEL
 from hasslefree.errors import BudgetError, PromptError
 from hasslefree.evaluation.continuation import Continuation, Sampling, Writer
+from tests.tiny_models import build, number_tokenizer
 
 PROMPTS = ["Return the number of items", "class", "A dictionary maps keys\nto values: ü"]
 
@@ -72,3 +73,11 @@ def test_wrong_prompts_and_options(writer):
     for wrong in ({"max_new_tokens": 0}, {"temperature": -1.0}, {"temperature": float("nan")}):
         with pytest.raises(BudgetError, match=next(iter(wrong))):
             Sampling(**wrong)
+
+
+def test_a_prompt_is_not_ended():
+    """Oracle: a tokenizer that puts nothing after a text."""
+    model = build("llama")
+    closing, open_ended = number_tokenizer("<s> $A </s>"), number_tokenizer("<s> $A")
+    texts = [Writer("m", model, tokenizer).write("5 6 7", Sampling(8)).tokens for tokenizer in (closing, open_ended)]
+    assert texts[0] == texts[1]

@@ -10,11 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hasslefree.demo.run import MODEL
 from hasslefree.errors import CheckpointError, NonFiniteError, OutputError
-from hasslefree.evaluation.harness import cache_name
+from hasslefree.evaluation.harness import cache_name, leave_open
 from hasslefree.evaluation.run import evaluate
 from hasslefree.evaluation.tasks import TASKS
 from hasslefree.progress import SCORING
 from tests.evaluation.task_rows import ROWS, questions, write_rows
+from tests.tiny_models import build, number_tokenizer
 
 pytest.importorskip("lm_eval", reason='lm-evaluation-harness is not installed: pip install "hasslefree[eval]"')
 NORMED = ("piqa", "hellaswag", "arc_easy", "arc_challenge", "openbookqa")
@@ -218,3 +219,16 @@ def test_a_cache_that_cannot_be_used(tmp_path, rows):
     answers.write_bytes(b"no database at all" * 100)
     with pytest.raises(OutputError, match="cannot be used .*delete it"):
         evaluate(str(MODEL), tasks=["rte"], task_data=rows, cache=tmp_path / "cache")
+
+
+def test_a_question_of_a_task_is_not_ended():
+    """Oracle: the ids by hand. The harness cuts off as many tokens as the question has."""
+    from lm_eval.models.huggingface import HFLM
+
+    model = build("llama")
+    model.config._name_or_path = ""
+    lm = HFLM(model, tokenizer=number_tokenizer("<s> $A </s>"))
+    assert lm._encode_pair("5 6", " 7 8") != ([1, 5, 6], [7, 8])
+    leave_open(lm)
+    assert lm._encode_pair("5 6", " 7 8") == ([1, 5, 6], [7, 8])
+    assert lm.tok_encode("7 8", add_special_tokens=False) == [7, 8]

@@ -16,6 +16,7 @@ from hasslefree.evaluation.run import check_causal, evaluate, text_perplexity
 from hasslefree.progress import Phases
 from hasslefree.texts.hub import Protocol
 from hasslefree.texts.sources import calibration_documents
+from tests.tiny_models import build, number_tokenizer, segments
 
 
 def test_an_evaluation_takes_its_dtype_and_window():
@@ -27,6 +28,7 @@ def test_an_evaluation_takes_its_dtype_and_window():
     assert found["dtype"] == "float32"
     row = found["perplexity"][f"{CALIBRATION}[:1]"]
     assert row.pop("protocol") == dataclasses.asdict(Protocol())
+    assert row.pop("first_tokens") == []
     assert row == pytest.approx(dataclasses.asdict(expected), rel=1e-5)
 
 
@@ -61,9 +63,28 @@ def test_public_texts_are_measured_as_published(name, monkeypatch):
     assert found["protocol"]["joiner"] == JOINED[name]
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_special_tokens_come_once_before_the_whole_text(wanted, monkeypatch, tmp_path):
-    """Not before every window. Oracle: the ids that the tokenizer gives, which the model must have seen in order."""
+def counted(before):
+    """A tokenizer of digits that puts these ids before a text."""
+
+    def tokenizer(text, verbose, add_special_tokens=True):
+        return {"input_ids": before * add_special_tokens + [int(c) for c in text]}
+
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("before", "protocol", "expected"),
+    [
+        ([0], Protocol(), [[0, 1, 2, 3], [0, 5, 6, 7]]),
+        ([0], Protocol(first_token=False), [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ([0], Protocol(special_tokens=False), [[0, 2, 3, 4], [0, 6, 7, 8]]),
+        ([0], Protocol(special_tokens=False, first_token=False), [[1, 2, 3, 4], [5, 6, 7, 8]]),
+        ([0, 0], Protocol(), [[0, 0, 1, 2], [0, 0, 5, 6], [0, 0]]),
+        ([], Protocol(), [[1, 2, 3, 4], [5, 6, 7, 8]]),
+    ],
+)
+def test_every_window_begins_as_the_tokenizer_begins_a_text(before, protocol, expected, tmp_path):
+    """In place of its own first token, as in llama.cpp: the tokens that are scored stay. Oracle: windows by hand."""
     seen = []
 
     class Model(torch.nn.Module):
@@ -73,16 +94,48 @@ def test_special_tokens_come_once_before_the_whole_text(wanted, monkeypatch, tmp
             self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=4))
 
         def forward(self, input_ids, use_cache):
-            seen.extend(input_ids.flatten().tolist())
+            seen.extend(input_ids.tolist())
             return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 9))
 
-    def tokenizer(text, verbose, add_special_tokens=True):
-        return {"input_ids": [0] * add_special_tokens + [int(c) for c in text]}
-
     (tmp_path / "t.txt").write_text("12345678")
-    monkeypatch.setattr("hasslefree.evaluation.run.evaluation_protocol", lambda _: Protocol(special_tokens=wanted))
-    text_perplexity(Model(), tokenizer, str(tmp_path / "t.txt"), None, None, 1, Phases())
-    assert seen == [0] * wanted + [1, 2, 3, 4, 5, 6, 7] + [8] * (not wanted)
+    row = text_perplexity(Model(), counted(before), str(tmp_path / "t.txt"), protocol, None, None, 1, Phases())
+    assert [window for window in seen if len(window) > 1] == expected
+    assert row["first_tokens"] == (before if protocol.first_token else [])
+    assert row["scored"] == sum(max(len(window) - max(len(row["first_tokens"]), 1), 0) for window in expected)
+
+
+def test_a_first_token_raises_no_other_loss():
+    """Oracle: transformers' loss of each window with its first token replaced, the mean over all scored tokens."""
+    model = build("llama")
+    model.get_output_embeddings().weight.data *= 30
+    tokens = segments(1, 40)[0]
+    losses = []
+    for start in (0, 16, 32):
+        window = tokens[start : start + 16].clone()
+        window[0] = 1
+        loss = model(input_ids=window[None], labels=window[None]).loss.item()
+        losses += [loss] * (len(window) - 1)
+    before = tokens.clone()
+    found = hasslefree.perplexity(model, tokens, 16, 2, first=[1])
+    assert found.perplexity == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-5)
+    assert found.perplexity != pytest.approx(hasslefree.perplexity(model, tokens, 16, 2).perplexity, rel=1e-3)
+    assert found.scored == len(losses)
+    assert tokens.equal(before)
+
+
+def test_the_flag_gives_the_windows_of_sparsegpt(tmp_path):
+    build("llama").save_pretrained(tmp_path)
+    number_tokenizer("<s> $A").save_pretrained(tmp_path)
+    text = tmp_path / "numbers.txt"
+    text.write_text(" ".join(map(str, segments(1, 64)[0].tolist())))
+    rows = []
+    for wanted in (True, False):
+        results = evaluate(str(tmp_path), [str(text)], seqlen=16, first_token=wanted, device="cpu")
+        rows.append(results["perplexity"][str(text)])
+    assert [row["first_tokens"] for row in rows] == [[1], []]
+    assert [row["protocol"]["first_token"] for row in rows] == [True, False]
+    assert rows[0]["scored"] == rows[1]["scored"]
+    assert rows[0]["perplexity"] != rows[1]["perplexity"]
 
 
 def test_results_are_handed_over_as_they_come(tmp_path):

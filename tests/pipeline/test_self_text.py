@@ -1,7 +1,6 @@
 """Text that a model writes itself."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from hasslefree.errors import CalibrationError
 from hasslefree.models.load import load_model, load_on_disk
 from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.pipeline.self_text import beginning, whole_model, written_segments
+from tests.tiny_models import number_tokenizer
 
 SEQLEN = 48
 
@@ -80,7 +80,8 @@ def test_a_model_that_repeats_itself(tokenizer):
 
 
 def test_a_tokenizer_without_special_tokens(model):
-    bare = SimpleNamespace(chat_template=None, bos_token_id=None, eos_token_id=None)
+    bare = number_tokenizer()
+    bare.bos_token = bare.eos_token = None
     with pytest.raises(CalibrationError, match="no token that begins or ends a text"):
         written_segments(model, bare, 2, SEQLEN, seed=0)
 

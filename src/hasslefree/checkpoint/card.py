@@ -205,7 +205,7 @@ Embeddings, norms and the output head were not compressed.
 {verdict}
 | mean relative error | {report.mean_relative_error:.5f}, over {len(report.layers)} layers |
 | {_stored(report)} |
-| calibration text | {report.tokens:,} tokens, in segments of {report.seqlen} |
+| calibration text | {_text(report)} |
 | dtype | {report.dtype} |
 
 {_LOAD_COMPRESSED.format(auto=auto)}
@@ -224,6 +224,14 @@ page.
 {_licence(report, licence)}
 """
     return escaped(card, "\n")
+
+
+def _text(report: Record) -> str:
+    """The row of the table about the calibration text."""
+    row = f"{report.tokens:,} tokens, in segments of {report.seqlen}"
+    if report.first_tokens:
+        row += ", each of which begins with what the tokenizer puts before a text"
+    return row
 
 
 def _stored(report: Record) -> str:

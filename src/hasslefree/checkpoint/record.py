@@ -122,7 +122,8 @@ class Record:
 
     Args:
         recipe: its fields. method: with all its hyper-parameters. versions: of the libraries.
-        seqlen: as resolved for the model. tokens: of the calibration text.
+        seqlen: as resolved for the model. tokens: of the calibration text. first_tokens: the ids
+            with which all its segments begin, as the tokenizer begins a text.
         predictions: what prediction matching did; None without it. held_out: None if no perplexity
             was measured.
         sensitivities: by the name of each layer, the estimated divergence of the model's
@@ -155,6 +156,7 @@ class Record:
     other_bytes: Count = 0
     own_segments: bool = False
     from_memory: bool = False
+    first_tokens: tuple[Count, ...] = ()
     phases: tuple[PhaseTime, ...] = ()
 
     @property

@@ -16,6 +16,7 @@ from hasslefree.units import table
 TEXTS = "Perplexity"
 TASKS = "Zero-shot tasks"
 
+FIRST_TOKEN = "Begin every window as the tokenizer begins a text, with <bos> say (default: on)."
 TASK_NAMES = "Tasks: piqa, hellaswag, arc_easy, arc_challenge, winogrande, rte, openbookqa, boolq."
 BATCH = "Windows or task sequences in a batch (default: 1, and for tasks on a GPU what fits)."
 BESIDE = (
@@ -40,6 +41,7 @@ def call_evaluate(
     max_tokens: Annotated[
         int | None, flag(TEXTS, "First tokens of each text to use (default: all).", min=2)
     ] = None,
+    first_token: Annotated[bool, flag(TEXTS, FIRST_TOKEN)] = True,
     tasks: Annotated[list[str] | None, flag(TASKS, TASK_NAMES)] = None,
     limit: Annotated[
         int | None, flag(TASKS, "Use only the first rows of each task (default: all).", min=1)
@@ -94,6 +96,7 @@ def call_evaluate(
                 dtype=dtype,
                 device=device,
                 trust_remote_code=trust_remote_code,
+                first_token=first_token,
                 limit=limit,
                 task_data=task_data,
                 cache=cache or default_cache(),
@@ -157,6 +160,9 @@ def text_table(results: dict[str, Any], dense: dict[str, Any]) -> Table:
             before = dense["perplexity"][text]["perplexity"]
             cells += [f"{before:.3f}", f"{100 * (row['perplexity'] / before - 1):+.1f} %"]
         texts.add_row(*cells, f"{row['tokens']:,}", str(row["window"]))
+    if any(row.get("first_tokens") for row in results["perplexity"].values()):
+        texts.caption = "every window begins with what the tokenizer puts before a text"
+        texts.caption_justify = "left"
     return texts
 
 

@@ -18,7 +18,7 @@ from transformers.generation.streamers import TextStreamer
 from hasslefree.checkpoint.record import read_record
 from hasslefree.errors import CheckpointError, ModelError, PromptError, option
 from hasslefree.models.load import load_model, loading, most_positions
-from hasslefree.models.tokenizer import encode, load_tokenizer
+from hasslefree.models.tokenizer import encode, load_tokenizer, surrounding_tokens
 from hasslefree.packed.linear import compressed_layers
 from hasslefree.validation import Checked, Figure, Positive, Seed
 
@@ -107,6 +107,9 @@ class Writer:
         limit = most_positions(self.model)
         if isinstance(prompt, str):
             prompt = encode(self.tokenizer, prompt, None, special_tokens)[None]
+            if special_tokens:  # a prompt begins a text, and does not end it
+                _, last = surrounding_tokens(self.tokenizer)
+                prompt = prompt[:, : prompt.shape[1] - len(last)]
         length = prompt.shape[1]
         if not length:
             raise PromptError("the prompt is empty; give some text to continue")

@@ -29,6 +29,7 @@ from hasslefree.errors import NonFiniteError, OutputError, option
 from hasslefree.evaluation.tasks import load_task
 from hasslefree.models.calls import replaced
 from hasslefree.models.load import DOWNLOAD_AGAIN, loading
+from hasslefree.models.tokenizer import surrounding_tokens
 from hasslefree.progress import SCORING, TASK_DATA, Phase, Phases
 
 # The log-softmax of a bfloat16 model is taken in float32, as for the perplexity: in bfloat16, sums
@@ -89,6 +90,7 @@ def evaluate_tasks(
                 file = cache / cache_name(model, tokenizer)
             size: int | str = batch or ("auto" if model.device.type == "cuda" else 1)
             lm = HFLM(model, tokenizer=tokenizer, batch_size=size, softmax_dtype=SOFTMAX_DTYPE)
+            leave_open(lm)
             answering = lm
             if file is not None:
                 answering = stack.enter_context(cached(lm, file))
@@ -104,6 +106,22 @@ def evaluate_tasks(
                 phase.reach(answered)  # with the answers of the cache
                 keep(scores)
     return scores
+
+
+def leave_open(lm: Any) -> None:
+    """Leave out what the tokenizer puts after a text: a question does not end one, and the harness
+    takes the tokens of a choice to be those after as many as the question has.
+    """
+    _, last = surrounding_tokens(lm.tokenizer)
+    encode = lm.tok_encode
+
+    def encode_open(*arguments: Any, **options: Any) -> list[int]:
+        ids: list[int] = encode(*arguments, **options)
+        if last and ids[-len(last) :] == last:
+            return ids[: -len(last)]
+        return ids
+
+    lm.tok_encode = encode_open
 
 
 def count_answers(task: Any, limit: int | None) -> int:

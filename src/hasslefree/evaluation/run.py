@@ -25,9 +25,9 @@ from hasslefree.evaluation.harness import Scores, evaluate_tasks
 from hasslefree.evaluation.tasks import check_harness, check_tasks
 from hasslefree.models.load import load_model, resolve_seqlen
 from hasslefree.models.probe import sees_later_tokens
-from hasslefree.models.tokenizer import encode, load_tokenizer
+from hasslefree.models.tokenizer import encode, load_tokenizer, surrounding_tokens
 from hasslefree.progress import LOADING, Listener, Phases
-from hasslefree.texts.hub import HUB_TEXTS
+from hasslefree.texts.hub import HUB_TEXTS, Protocol
 from hasslefree.texts.sources import check_text, evaluation_protocol, evaluation_text
 from hasslefree.validation import Positive, typed
 
@@ -60,6 +60,7 @@ def perplexity(
     *,
     windows: Positive | None = None,
     remainder: bool = True,
+    first: Sequence[int] = (),
     phases: Phases | None = None,
     name: str = "perplexity",
 ) -> Perplexity:
@@ -70,11 +71,12 @@ def perplexity(
         batch: windows at a time.
         windows: score only this number of windows, the first ones.
         remainder: also score a shorter last window.
+        first: token ids with which every window begins, in place of its own.
         phases: the run to which the phase belongs in which the windows are counted.
         name: of that phase.
 
     Raises:
-        CalibrationError: fewer than two tokens, in the text or in a window.
+        CalibrationError: too few tokens to score one, in the text or in a window.
         NonFiniteError: the model gives NaN.
     """
     if windows is not None:
@@ -86,11 +88,17 @@ def perplexity(
                 f" are scored; use a smaller {option('seqlen')} or more tokens"
             )
         tokens = tokens[: len(tokens) // window * window]
+    # The first token of a window has no context, and `first` is no text.
+    unscored = max(len(first), 1)
     for what, size in {"text": len(tokens), "window": window}.items():
-        if size < 2:
+        if size <= unscored:
             raise CalibrationError(
-                f"perplexity needs a {what} of at least 2 tokens, got {size}; give a longer one"
+                f"perplexity needs a {what} of at least {unscored + 1} tokens, got {size}; give a"
+                " longer one"
             )
+    tokens = tokens.clone()
+    for offset, token in enumerate(first):
+        tokens[offset::window] = token
     device = next(model.parameters()).device
     batches = batches_of_windows(tokens, window, batch)
     total = 0.0
@@ -99,8 +107,8 @@ def perplexity(
     with (phases or Phases()).phase(name, count, "windows") as phase:
         for rows in batches:
             rows = rows.to(device)
-            logits = model(input_ids=rows, use_cache=False).logits[:, :-1].float()
-            targets = rows[:, 1:].flatten()
+            logits = model(input_ids=rows, use_cache=False).logits[:, unscored - 1 : -1].float()
+            targets = rows[:, unscored:].flatten()
             total += F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum").item()
             scored += targets.numel()
             phase.advance(len(rows))
@@ -144,6 +152,7 @@ def evaluate(
     dtype: str = "auto",
     device: str | None = None,
     trust_remote_code: bool = False,
+    first_token: bool = True,
     limit: Positive | None = None,
     task_data: Path | None = None,
     cache: Path | None = None,
@@ -160,14 +169,16 @@ def evaluate(
         batch: windows, or sequences of a task, at a time; None for 1 window, and as for
             `evaluate_tasks`.
         dtype, device, trust_remote_code: as for `load_model`.
+        first_token: begin every window of a text with what the tokenizer puts before a text.
         limit, task_data, cache: of the tasks; `limit`, `folder` and `cache` of `evaluate_tasks`.
         keep: called with the results so far, after each text and each task.
         progress: as for `hasslefree.compress`.
 
     Returns:
         {"model", "dtype", "device", "versions", "perplexity": {text: {"perplexity", "tokens",
-        "scored", "window", "protocol"}}, "tasks": {task: as for `evaluate_tasks`}, "limit",
-        "average": the mean of the tasks' values}, the last three only with tasks.
+        "scored", "window", "first_tokens": with which every window begins, "protocol"}}, "tasks":
+        {task: as for `evaluate_tasks`}, "limit", "average": the mean of the tasks' values}, the
+        last three only with tasks.
     """
     for text in texts:
         check_text(text, tuple(HUB_TEXTS))
@@ -189,7 +200,12 @@ def evaluate(
         "versions": libraries,
     }
     for text in texts:
-        measured = text_perplexity(loaded, tokenizer, text, seqlen, max_tokens, batch or 1, phases)
+        protocol = evaluation_protocol(text)
+        if not first_token:
+            protocol = dataclasses.replace(protocol, first_token=False)
+        measured = text_perplexity(
+            loaded, tokenizer, text, protocol, seqlen, max_tokens, batch or 1, phases
+        )
         results.setdefault("perplexity", {})[text] = measured
         logger.info("perplexity of %s on %s: %.3f", model, text, measured["perplexity"])
         keep(results)
@@ -235,14 +251,17 @@ def text_perplexity(
     model: Any,
     tokenizer: Any,
     text: str,
+    protocol: Protocol,
     seqlen: int | None,
     max_tokens: int | None,
     batch: int,
     phases: Phases,
 ) -> dict[str, Any]:
-    """Measure the perplexity on a text by its own protocol; arguments as for `evaluate`."""
+    """Measure the perplexity on a text by a protocol; other arguments as for `evaluate`."""
     name = Path(text).name
-    protocol = evaluation_protocol(text)
+    first: list[int] = []
+    if protocol.first_token:
+        first, _ = surrounding_tokens(tokenizer)
     with phases.phase(f"reading {name}"):
         tokens = encode(tokenizer, evaluation_text(text), max_tokens, protocol.special_tokens)
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
@@ -257,7 +276,9 @@ def text_perplexity(
         batch,
         windows=protocol.windows,
         remainder=protocol.remainder,
+        first=first,
         phases=phases,
         name=f"perplexity on {name}",
     )
-    return dataclasses.asdict(result) | {"protocol": dataclasses.asdict(protocol)}
+    taken = {"first_tokens": first, "protocol": dataclasses.asdict(protocol)}
+    return dataclasses.asdict(result) | taken

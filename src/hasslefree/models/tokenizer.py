@@ -59,6 +59,33 @@ def encode(
     return torch.tensor(ids).long()[:most]
 
 
+def surrounding_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The token ids that a tokenizer puts before and after every text by itself, often none.
+
+    They are what the tokenizer does, whatever its settings are called: `add_bos_token`, a template
+    of its post-processor, or a class of its own.
+    """
+    text = "1"
+    bare = encode(tokenizer, text, special_tokens=False).tolist()
+    whole = encode(tokenizer, text).tolist()
+    for start in range(len(whole)):
+        end = start + len(bare)
+        if whole[start:end] == bare:
+            return whole[:start], whole[end:]
+    return [], []
+
+
+def begin_with(segments: Tensor, first: list[int]) -> Tensor:
+    """Put the first tokens of texts in place of the first tokens of each segment.
+
+    Args:
+        segments: token ids (samples, seqlen), which stay as they are.
+    """
+    begun = segments.clone()
+    begun[:, : len(first)] = torch.tensor(first, dtype=segments.dtype)
+    return begun
+
+
 def rendered(tokenizer: Any, messages: list[dict[str, str]], **options: Any) -> str:
     """Render messages by the chat template of a tokenizer. options: of `apply_chat_template`."""
     what = f"the chat template of {tokenizer.name_or_path} cannot be used"

@@ -12,7 +12,12 @@ from hasslefree.distributed import World
 from hasslefree.errors import CalibrationError, ModelError, option
 from hasslefree.models.experts import split_experts
 from hasslefree.models.load import load_config, load_on_disk, refuse_compressed, resolve_seqlen
-from hasslefree.models.tokenizer import encode, load_tokenizer
+from hasslefree.models.tokenizer import (
+    begin_with,
+    encode,
+    load_tokenizer,
+    surrounding_tokens,
+)
 from hasslefree.models.walk import Walk
 from hasslefree.pipeline.self_text import whole_model, written_segments
 from hasslefree.progress import HELD_OUT_TEXT, REFERENCE_TEXT, TEXT, Phases
@@ -64,7 +69,7 @@ def draw(
     """Draw the calibration segments.
 
     Args:
-        recipe: names the text.
+        recipe: names the text, and says how segments begin.
         phases: in which the segments are counted.
         device: where the model writes its own text, if its weights are on the disk.
 
@@ -86,7 +91,16 @@ def draw(
             return tokens
 
         documents = calibration_documents(recipe.calibration, seqlen)
-        return draw_segments(documents, encoded, recipe.samples, seqlen, recipe.seed)
+        segments = draw_segments(documents, encoded, recipe.samples, seqlen, recipe.seed)
+        return begin_with(segments, first_tokens(tokenizer, recipe))
+
+
+def first_tokens(tokenizer: Any, recipe: Fields) -> list[int]:
+    """The token ids that every segment of a text begins with, often none."""
+    if not recipe.first_token:
+        return []
+    first, _ = surrounding_tokens(tokenizer)
+    return first
 
 
 def more_text(
@@ -114,7 +128,8 @@ def more_text(
             return written_segments(model, tokenizer, count, seqlen, seed % 2**63, phase.advance)
         documents = calibration_documents(recipe.calibration, seqlen)
         encoded = partial(encode, tokenizer)
-        return disjoint_segments(documents, encoded, count, seqlen, recipe.seed, used)
+        segments = disjoint_segments(documents, encoded, count, seqlen, recipe.seed, used)
+        return begin_with(segments, first_tokens(tokenizer, recipe))
 
 
 def check_segments(model: PreTrainedModel, segments: Tensor, world: World) -> None:

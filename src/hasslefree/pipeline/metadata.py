@@ -23,6 +23,7 @@ from hasslefree.checkpoint.originals import (
 from hasslefree.checkpoint.plugin import HasslefreeConfig
 from hasslefree.checkpoint.record import Record, versions
 from hasslefree.models.load import auto_class
+from hasslefree.pipeline.inputs import first_tokens
 from hasslefree.pipeline.job import Job
 from hasslefree.units import significant
 
@@ -32,6 +33,9 @@ logger = logging.getLogger(__name__)
 def described(job: Job) -> Record:
     """The record of a compression before it has results."""
     model = job.walk.model
+    first: list[int] = []
+    if not job.own_segments:
+        first = first_tokens(job.tokenizer, job.resolved)
     return Record(
         model=job.name,
         recipe=job.resolved.to_dict(),
@@ -47,6 +51,7 @@ def described(job: Job) -> Record:
         towers=job.planned.other_modalities,
         own_segments=job.own_segments,
         from_memory=job.from_memory,
+        first_tokens=tuple(first),
     )
 
 

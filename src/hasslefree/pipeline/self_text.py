@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from hasslefree.errors import CalibrationError, MemoryShortError, option
 from hasslefree.models.calls import replaced
 from hasslefree.models.load import load_model
-from hasslefree.models.tokenizer import encode, rendered
+from hasslefree.models.tokenizer import encode, rendered, surrounding_tokens
 from hasslefree.planning.machine import free_memory
 from hasslefree.units import size
 
@@ -97,13 +97,18 @@ def written_segments(
 
 
 def beginning(tokenizer: Any) -> list[int]:
-    """The token ids that a text begins with."""
+    """The token ids that a text begins with, first those that the tokenizer puts there."""
+    first, _ = surrounding_tokens(tokenizer)
     if tokenizer.chat_template is not None:
         mark = "QUESTION"
         text = rendered(tokenizer, [{"role": "user", "content": mark}]).partition(mark)[0]
         ids: list[int] = encode(tokenizer, text, special_tokens=False).tolist()
+        if ids[: len(first)] != first:  # not every template writes them
+            ids = first + ids
         if ids:
             return ids
+    if first:
+        return first
     for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if token is not None:
             return [token]

@@ -104,6 +104,9 @@ class Fields:
     calibration: str = declared("c4", TEXT)
     """Text on which the layers are fitted: c4, wikitext2, ptb, a .txt or .jsonl file, or self for
     text that the model writes itself, which needs no network and no file."""
+    first_token: bool = declared(True, TEXT)
+    """Begin every segment with what the tokenizer puts before a text, such as <bos>; SparseGPT's
+    code, and the paper's, do not."""
     samples: int = declared(128, TEXT, ge=1, le=10**9)
     """Number of calibration segments."""
     seqlen: int | None = declared(None, TEXT, ge=2, le=10**9)

@@ -18,6 +18,8 @@ class Protocol:
         windows: the number of windows, from the first on; None for all.
         remainder: also score the last window if the tokens do not fill it.
         special_tokens: let the tokenizer put its own (<bos>, say) before the whole text, once.
+        first_token: put what the tokenizer puts before a text in place of the first token of every
+            window, as llama.cpp does. SparseGPT's code does not.
     """
 
     joiner: str = "\n\n"
@@ -25,6 +27,7 @@ class Protocol:
     windows: int | None = None
     remainder: bool = True
     special_tokens: bool = True
+    first_token: bool = True
 
 
 @dataclass(frozen=True)
