@@ -1,22 +1,30 @@
-"""A quantised S with and without L, against other programs that quantise: perplexity by bytes.
+"""A quantised S with and without L, against other programs that quantise: perplexity of every text by bytes.
 
-    python benchmarks/four_bits.py MODEL TEXT… --calibration FILE [--rows NAME …] [--shared]
-        [--programs llama.cpp=PYTHON llm-compressor=PYTHON AutoRound=PYTHON] [--converter FOLDER]
+    python benchmarks/four_bits.py MODEL TEXT… --calibration FILE [--rows NAME …] [--seen TEXT …] [--shared]
+        [--llama FOLDER --converter FOLDER [--work FOLDER]] [--programs llm-compressor=PYTHON AutoRound=PYTHON]
     python benchmarks/four_bits.py MODEL TEXT… --calibration FILE --rows
 
 MODEL is what benchmarks/off_grid.py wrote: on a model that had been quantised before, the grids of some rows are those
-that its weights lie on already. Texts, windows and the gap are those of benchmarks/real_model.py, and every row is
-written as soon as it is measured; rows that the output file already holds are kept. Without --rows, all of ours are
-measured, and those of every program that --programs names. `--rows` alone draws the picture again.
+that its weights lie on already. TEXT… is the folder of texts, for all kinds of harness/texts.py, or some of them. Each
+row holds the perplexity of each text, the increase of its logarithm, and the mean and the worst of the increase on
+texts of another kind than was calibrated on, which --seen names. It is written as soon as it is measured; rows that the
+output file already holds are kept. Without --rows, all of ours are measured, and those of every program that was given.
+`--rows` alone draws the pictures again.
 
-A program runs in an environment of its own, whose interpreter --programs names (harness/rivals.py). It gets the same
-calibration segments, unless it uses none (llama.cpp, here without an importance matrix). What its file stores is
-dequantised into the model in transformers and evaluated there, in the dtype of the checkpoint, as ours is. Embeddings,
-head and norms stay as they were, in every row. Bytes are those of the tensors that replace the weights of the
-compressed layers, as the program stores them.
+Rows of llama.cpp are made by its library in the folder --llama (harness/llama.py), with an importance matrix of the
+same calibration segments ("matrix") and without; the better one is what to compare with. All matrices of their files
+are read back, embeddings included. Another program runs in an environment of its own, whose interpreter --programs
+names (harness/rivals.py), and gets the same segments; the weights of the layers that it compressed are read back. All
+weights are evaluated in the model in transformers, in --dtype. "bytes_a_weight" counts the tensors that replace the
+weights of the compressed layers, as the program stores them, and "file_bytes" whole files: of weights, or a GGUF file,
+which holds the vocabulary too.
 
---converter is the folder of llama.cpp that has convert_hf_to_gguf.py. --shared: the machine does other work at the same
-time, so no seconds are written, except those of the processor.
+--converter is the folder of llama.cpp that has convert_hf_to_gguf.py. --work keeps the dense GGUF file of the model and
+the matrix for later runs. --shared: the machine does other work at the same time, so no seconds are written, except
+those of the processor.
+
+results/four_bits.json, which some tables and pictures show, holds rows of three texts, with llama.cpp's types without
+a matrix and fewer iterations of AutoRound.
 """
 
 from __future__ import annotations
@@ -35,7 +43,9 @@ from safetensors.torch import load_file
 
 import real_model
 from elsewhere import HARNESS, named
-from harness import frontier, models
+from harness import frontier, llama, models
+from harness import texts as kinds
+from harness.llama import LlamaCpp
 from harness.models import Measurement
 from harness.record import RESULTS, ROOT, machine, resumed
 from hasslefree.models.blocks import find_blocks
@@ -50,7 +60,7 @@ class Spec:
 
     Args:
         settings: fields of the recipe, or what harness/rivals.py takes. curve, label: of its point in the picture.
-        program: in harness/rivals.py; None for hasslefree.
+        program: "llama.cpp", or one in harness/rivals.py; None for hasslefree.
     """
 
     settings: dict[str, Any]
@@ -115,17 +125,25 @@ OURS: Rows = {
     **sparse_rows("2:4", (16,)),
     **sparse_rows("6:8", (16, 48, 96)),
 }
-LLAMA_CPP = ("Q3_K_M", "Q4_0", "Q4_1", "Q4_K_M", "Q5_0", "Q8_0")
+LLAMA_CPP = ("Q4_K_M", "Q5_K_M", "IQ4_XS", "Q3_K_M", "IQ3_M", "Q6_K", "Q8_0")
+AUTO_ROUND = {"bits": 4, "group_size": 64, "sym": False, "iters": 200}
 RIVALS: Rows = {
-    **{f"llama.cpp {kind}": Spec({"type": kind}, "llama.cpp", kind, "llama.cpp") for kind in LLAMA_CPP},
-    "llm-compressor GPTQ, 4 bits": Spec(
-        {"num_bits": 4, "group_size": 64, "symmetric": False}, "llm-compressor", "GPTQ, 4 bits", "llm-compressor"
+    **{
+        f"llama.cpp {kind}{', matrix' if matrix else ''}": Spec(
+            {"type": kind, "matrix": matrix}, "llama.cpp", kind, "llama.cpp"
+        )
+        for kind in LLAMA_CPP
+        for matrix in (True, False)
+    },
+    "llm-compressor GPTQ, 4 bits, best settings": Spec(
+        {"num_bits": 4, "group_size": 64, "symmetric": False, "actorder": "static", "observer": "mse"},
+        "llm-compressor",
+        "GPTQ, 4 bits",
+        "llm-compressor",
     ),
-    "AutoRound, 50 iterations, 4 bits": Spec(
-        {"bits": 4, "group_size": 64, "sym": False, "iters": 50, "batch_size": 4},
-        "AutoRound",
-        "4 bits, 50 iterations",
-        "AutoRound",
+    "AutoRound, 200 iterations, 4 bits": Spec(AUTO_ROUND, "AutoRound", "4 bits, 200 iterations", "AutoRound"),
+    "AutoRound, 200 iterations, extended, 4 bits": Spec(
+        AUTO_ROUND | {"enable_alg_ext": True}, "AutoRound", "4 bits, 200 iterations, extended", "AutoRound"
     ),
 }
 ROWS: Rows = OURS | RIVALS
@@ -133,23 +151,31 @@ ROWS: Rows = OURS | RIVALS
 
 @dataclass(frozen=True)
 class Programs:
-    """The interpreters of other programs, by their name in harness/rivals.py, and llama.cpp's scripts."""
+    """Other programs: the interpreters of those in harness/rivals.py, by name, and llama.cpp."""
 
     interpreters: dict[str, str]
-    converter: str | None
+    llama: LlamaCpp | None
+
+    def given(self, spec: Spec) -> bool:
+        """Whether a row can be measured."""
+        if spec.program == "llama.cpp":
+            return self.llama is not None
+        return spec.program is None or spec.program in self.interpreters
 
     def check(self, names: list[str]) -> None:
         """Raise SystemExit where a row needs what was not given."""
-        for program in {ROWS[name].program for name in names if name != "dense"} - {None}:
-            if program not in self.interpreters:
-                raise SystemExit(f"the rows of {program} need its interpreter: --programs {program}=PYTHON")
-            if program == "llama.cpp" and not self.converter:
-                raise SystemExit("the rows of llama.cpp need --converter, the folder of convert_hf_to_gguf.py")
+        for spec in (ROWS[name] for name in names if name != "dense"):
+            if self.given(spec):
+                continue
+            if spec.program == "llama.cpp":
+                raise SystemExit("the rows of llama.cpp need --llama and --converter, the folders of its library and "
+                                 "of convert_hf_to_gguf.py")  # fmt: skip
+            raise SystemExit(f"the rows of {spec.program} need its interpreter: --programs {spec.program}=PYTHON")
 
 
 def rival_row(measurement: Measurement, spec: Spec, programs: Programs) -> dict[str, Any]:
     """Quantise with another program, and measure the dequantised weights."""
-    model: Any = models.loaded(measurement.model, "auto")
+    model: Any = models.loaded(measurement.model, measurement.dtype)
     blocks = find_blocks(model)
     weights = {
         f"{blocks.prefix(index)}.{name}.weight": site.shape
@@ -157,9 +183,7 @@ def rival_row(measurement: Measurement, spec: Spec, programs: Programs) -> dict[
         for name, site in find_sites(block).items()
     }
     segments = draw(model, models.load_tokenizer(measurement.model), measurement.recipe())
-    request = {
-        "settings": spec.settings, "segments": segments.tolist(), "converter": programs.converter, "layers": weights
-    }  # fmt: skip
+    request = {"settings": spec.settings, "segments": segments.tolist(), "layers": weights}
     with tempfile.TemporaryDirectory() as work:
         script = [programs.interpreters[str(spec.program)], str(HARNESS / "rivals.py")]
         command = [*script, str(spec.program), str(Path(measurement.model).resolve()), work]
@@ -177,15 +201,28 @@ def rival_row(measurement: Measurement, spec: Spec, programs: Programs) -> dict[
     return found | answer | {"bytes_a_weight": size, "perplexity": perplexity}
 
 
+def llama_row(measurement: Measurement, spec: Spec, program: LlamaCpp) -> dict[str, Any]:
+    """Quantise with llama.cpp, and measure what its file holds."""
+    torch.set_num_threads(1)
+    model: Any = models.loaded(measurement.model, "float32")
+    segments = draw(model, models.load_tokenizer(measurement.model), measurement.recipe())
+    found = {"source": real_model.source(), "processor": machine()["processor"]}
+    found |= llama.row(program, measurement.model, model, segments, spec.settings["type"], spec.settings["matrix"])
+    return found | {"perplexity": models.rounded(measurement.perplexities(model))}
+
+
 def row(
-    measurement: Measurement, spec: Spec, dense: dict[str, float], programs: Programs, timed: bool
+    measurement: Measurement, spec: Spec, dense: dict[str, float], seen: list[str], programs: Programs, timed: bool
 ) -> dict[str, Any]:
-    """One row, ours or another program's."""
-    if spec.program:
+    """One row, ours or another program's. seen: the texts of the calibration's kind."""
+    if spec.program == "llama.cpp":
+        found = llama_row(measurement, spec, programs.llama)  # type: ignore[arg-type]  # checked before
+    elif spec.program:
         found = rival_row(measurement, spec, programs)
     else:
         found = real_model.row(measurement, spec.settings, None, 0, timed)
     place = {"curve": spec.curve, "label": spec.label, "program": spec.program, "settings": spec.settings}
+    found |= models.increases(found["perplexity"], dense, seen)
     return place | found | {"gap": round(models.gap(found["perplexity"], dense), 4)}
 
 
@@ -200,9 +237,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", nargs="*", choices=["dense", *ROWS], metavar="NAME", help="; ".join(ROWS))
     parser.add_argument("--programs", nargs="+", type=named, default=[], metavar="PROGRAM=PYTHON")
-    parser.add_argument("--converter", help="the folder of llama.cpp's scripts")
+    parser.add_argument("--llama", type=Path, metavar="FOLDER", help="of llama.cpp's library")
+    parser.add_argument("--converter", type=Path, metavar="FOLDER", help="of llama.cpp's scripts")
+    parser.add_argument("--work", type=Path, metavar="FOLDER", help="for llama.cpp's files of this model")
+    parser.add_argument("--seen", nargs="*", default=["c4"], help="texts of the kind that is calibrated on")
+    parser.add_argument("--dtype", default="auto", help="in which the models are evaluated")
     parser.add_argument("--shared", action="store_true")
-    parser.add_argument("--output", type=Path, default=RESULTS / "four_bits.json")
+    parser.add_argument("--output", type=Path, help="the default is benchmarks/results/whole_files_MODEL.json")
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "results" / "frontier.png")
     return parser.parse_args()
 
@@ -212,22 +253,35 @@ def main() -> None:
     record = Path(args.model) / RECORD
     if not record.exists():
         raise SystemExit(f"{args.model} has no {RECORD}: write an off-grid copy with benchmarks/off_grid.py")
-    programs = Programs(dict(args.programs), args.converter and str(Path(args.converter).resolve()))
-    given = [name for name, spec in ROWS.items() if spec.program is None or spec.program in programs.interpreters]
-    names = given if args.rows is None else args.rows
+    with tempfile.TemporaryDirectory() as scratch:
+        run(args, record, Path(args.work or scratch).resolve())
+
+
+def run(args: argparse.Namespace, record: Path, work: Path) -> None:
+    """Measure and draw. record: of the off-grid copy. work: for llama.cpp's files."""
+    work.mkdir(parents=True, exist_ok=True)
+    with_llama = args.llama and args.converter
+    llama_cpp = LlamaCpp(args.llama.resolve(), args.converter.resolve(), work) if with_llama else None
+    programs = Programs(dict(args.programs), llama_cpp)
+    names = [name for name, spec in ROWS.items() if programs.given(spec)] if args.rows is None else args.rows
     programs.check(names)
 
-    header = {name: getattr(args, name) for name in ("samples", "seqlen", "window", "max_tokens", "seed")}
-    header |= {"model": Path(args.model).name, "off_grid": json.loads(record.read_text())}
-    content = resumed(args.output, header, "results")
     measurement, seed = Measurement.of(args), str(args.seed)
+    tokenizer = models.load_tokenizer(args.model)
+    header = {name: getattr(args, name) for name in ("samples", "seqlen", "window", "max_tokens", "seed", "dtype")}
+    header |= {"model": Path(args.model).name, "off_grid": json.loads(record.read_text()), "seen": args.seen}
+    header["texts"] = {kinds.name(text): kinds.digest(text, tokenizer) for text in measurement.texts}
+    output = args.output or RESULTS / f"whole_files_{Path(args.model).name}.json"
+    content = resumed(output, header, "results")
     timed = not args.shared
-    models.fill(content, args.output, {("dense", seed): (measurement, None, None, 0, timed)}, real_model.row)
+    models.fill(content, output, {("dense", seed): (measurement, None, None, 0, timed)}, real_model.row)
     dense = content["results"]["dense"][seed]["perplexity"]
-    jobs = {(name, seed): (measurement, ROWS[name], dense, programs, timed) for name in names if name != "dense"}
-    models.fill(content, args.output, jobs, row)
-    frontier.draw(args.plot, four_bits=args.output)
-    frontier.draw_next_to_others(args.plot.with_name("next_to_others.png"), args.output)
+    jobs = {
+        (name, seed): (measurement, ROWS[name], dense, args.seen, programs, timed) for name in names if name != "dense"
+    }
+    models.fill(content, output, jobs, row)
+    frontier.draw(args.plot)
+    frontier.draw_next_to_others(args.plot.with_name("next_to_others.png"))
 
 
 if __name__ == "__main__":

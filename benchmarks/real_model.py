@@ -150,7 +150,8 @@ def row(
                 "bytes_a_weight": report.stored_bytes / report.dense_parameters,
                 "mean_relative_error": report.mean_relative_error,
             }
-        found["perplexity"] = models.rounded(measurement.perplexities(models.loaded(folder, "auto")))
+        found["perplexity"] = models.rounded(measurement.perplexities(models.loaded(folder, measurement.dtype)))
+        found["file_bytes"] = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
         if tasks is not None:
             found["tasks"] = models.zero_shot(folder, list(models.TASKS), limit, tasks, "auto")
     return found

@@ -1,6 +1,7 @@
 """A whole model: compress it and measure its perplexity, a row at a time, each in a process of its own.
 
-TEXT and FILE of the command lines are hub names, .txt or .jsonl files; FILE.jsonl[700:] takes some of its documents.
+FILE of the command lines is a hub name, a .txt or a .jsonl file; FILE.jsonl[700:] takes some of its documents. TEXT is
+the same, or a kind of text as harness/texts.py reads it.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ import multiprocessing
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import hasslefree
+from harness import texts as kinds
 from harness.record import mean, write
 from hasslefree import Recipe
 from hasslefree.demo.run import CALIBRATION, MODEL, run_demo
 from hasslefree.evaluation.harness import evaluate_tasks
-from hasslefree.evaluation.run import text_perplexity
+from hasslefree.evaluation.run import perplexity, text_perplexity
 from hasslefree.evaluation.tasks import TASKS, check_tasks
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_model
@@ -42,6 +44,7 @@ class Measurement:
 
     Args:
         max_tokens: only the first tokens of each text. window: tokens of its windows; None for seqlen.
+        dtype: in which the models are evaluated; "auto" for that in which one is stored.
     """
 
     model: str
@@ -52,11 +55,12 @@ class Measurement:
     max_tokens: int
     seed: int = 0
     window: int | None = None
+    dtype: str = "auto"
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Measurement:
         names = [field.name for field in dataclasses.fields(cls) if hasattr(args, field.name)]
-        return cls(**{name: getattr(args, name) for name in names} | {"texts": tuple(args.texts)})
+        return cls(**{name: getattr(args, name) for name in names} | {"texts": kinds.listed(args.texts)})
 
     def recipe(self, **fields: Any) -> Recipe:
         given: dict[str, Any] = {"calibration": self.calibration, "samples": self.samples, "seqlen": self.seqlen}
@@ -64,11 +68,16 @@ class Measurement:
         return Recipe(**given | fields)
 
     def perplexities(self, model: Any) -> dict[str, float]:
-        """Of a loaded model on every text, by the name of its file: the paths of the machine are not committed."""
-        tokenizer, found = load_tokenizer(self.model), {}
+        """Of a loaded model on every text, by the text's name."""
+        tokenizer, window, found = load_tokenizer(self.model), self.window or self.seqlen, {}
         for text in self.texts:
-            one = text_perplexity(model, tokenizer, text, self.window or self.seqlen, self.max_tokens, 4, Phases())
-            found[Path(text).name] = one["perplexity"]
+            name = kinds.name(text)
+            if name in kinds.PLACES:
+                tokens = kinds.tokens(text, tokenizer, self.max_tokens)
+                found[name] = perplexity(model, tokens, window).perplexity
+            else:
+                one = text_perplexity(model, tokenizer, text, window, self.max_tokens, 4, Phases())
+                found[name] = one["perplexity"]
         return found
 
     def dense(self) -> dict[str, float]:
@@ -138,6 +147,17 @@ def linear_weights(model: str) -> int:
 def gap(perplexity: Mapping[str, float], dense: Mapping[str, float]) -> float:
     """The mean over texts of log(perplexity / dense perplexity)."""
     return mean(math.log(value / dense[text]) for text, value in perplexity.items())
+
+
+def increases(perplexity: Mapping[str, float], dense: Mapping[str, float], seen: Iterable[str]) -> Row:
+    """Of log perplexity on each text; the mean and the worst over those of another kind than was calibrated on.
+
+    Args:
+        seen: the texts of that kind.
+    """
+    by_text = {text: round(math.log(value / dense[text]), 4) for text, value in perplexity.items()}
+    unseen = [value for text, value in by_text.items() if text not in seen]
+    return {"increase": by_text, "unseen": round(mean(unseen), 4), "worst": max(unseen)}
 
 
 def fill(
