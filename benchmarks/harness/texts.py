@@ -28,7 +28,7 @@ from typing import Any
 from torch import Tensor
 
 from hasslefree.models.tokenizer import encode, rendered
-from hasslefree.texts import evaluation_text
+from hasslefree.texts.sources import evaluation_text
 
 # Where each kind lies in the folder of texts; None for those that a machine has.
 PLACES: dict[str, str | None] = {
