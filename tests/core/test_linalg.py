@@ -17,6 +17,7 @@ from hasslefree.core.linalg import (
     lower_cholesky,
     masked_cg,
     matmul_precision,
+    with_rows,
 )
 from hasslefree.errors import FactorizationError
 from tests import oracles
@@ -27,6 +28,17 @@ def test_the_inverse_factor_is_the_upper_cholesky_factor_of_the_inverse():
     _, h = oracles.problem(1, 24, dtype=torch.float64)
     expected = torch.linalg.cholesky(torch.linalg.inv(h), upper=True)
     torch.testing.assert_close(inverse_factor(h), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("width", "rank"), [(5, 2), (64, 3), (150, 7), (150, 0)])
+def test_a_factor_with_rows_has_the_products_of_both(width, rank):
+    """Oracle: the sum of the products; 150 is more than two blocks of rows."""
+    generator = torch.Generator().manual_seed(0)
+    factor = torch.randn(width, width, generator=generator, dtype=torch.float64).triu()
+    rows = torch.randn(rank, width, generator=generator, dtype=torch.float64)
+    found = with_rows(factor, rows)
+    assert torch.equal(found, found.triu())
+    torch.testing.assert_close(found.T @ found, factor.T @ factor + rows.T @ rows)
 
 
 def test_a_singular_matrix_is_an_error_with_a_remedy():

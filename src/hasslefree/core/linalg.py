@@ -16,6 +16,8 @@ from hasslefree.errors import FactorizationError, option
 # Up to this size a matrix is inverted in one piece: factorisations of small ones are faster than
 # products.
 BLOCK = {"cpu": 384, "cuda": 2048}
+# The rows of a triangular factor that are rotated at a time.
+ROTATED = 64
 
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 
@@ -62,6 +64,28 @@ def inverse_factor(matrix: Tensor) -> Tensor:
     upper = lower_cholesky(matrix.flip(0, 1)).flip(0, 1)
     identity = torch.eye(len(matrix), dtype=upper.dtype, device=upper.device)
     return torch.linalg.solve_triangular(upper, identity, upper=True).to(matrix.dtype)
+
+
+def with_rows(factor: Tensor, rows: Tensor) -> Tensor:
+    """The upper U with UᵀU = AᵀA + BᵀB, up to the signs of its rows, by orthogonal steps on blocks
+    of rows, in O(n² r) (Golub & Van Loan, section 6.5).
+
+    Args:
+        factor: A, (n, n), upper.
+        rows: B, (r, n).
+    """
+    updated = torch.zeros_like(factor)
+    rest = rows
+    with matmul_precision(factor.device):
+        for start in range(0, len(factor), ROTATED):
+            here = slice(start, start + ROTATED)
+            stacked = torch.cat([factor[here, start:], rest])
+            size = len(stacked) - len(rows)
+            rotation = torch.linalg.qr(stacked[:, :size], mode="complete").Q
+            rotated = rotation.T @ stacked
+            updated[here, start:] = rotated[:size]
+            rest = rotated[size:, size:]
+    return updated.triu_()
 
 
 def unit_diagonal_scale(diagonal: Tensor) -> Tensor:

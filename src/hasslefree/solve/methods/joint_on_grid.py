@@ -2,14 +2,17 @@
 exact L in turn for the rest.
 """
 
+import math
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Grid
-from hasslefree.core.linalg import masked_cg
+from hasslefree.core.linalg import masked_cg, orthonormal, with_rows
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import KnownSupport, Pattern
 from hasslefree.core.protocols import Method, Pruned, Solution
@@ -26,6 +29,19 @@ CG_STEPS = 20
 
 
 @dataclass(frozen=True)
+class Norm:
+    """The norm in which S is put on a grid.
+
+    Args:
+        matrix: H, damped, or H⊥, (in, in).
+        for_sweep: the upper U with UᵀU = matrix⁻¹, (in, in).
+    """
+
+    matrix: Tensor
+    for_sweep: Tensor
+
+
+@dataclass(frozen=True)
 class Prepared:
     """H, damped; and the results of `prepare` of `Joint`, of the sweep and of the exact fit."""
 
@@ -33,6 +49,24 @@ class Prepared:
     for_joint: ScaledProblem
     for_sweep: Tensor
     for_fit: Tensor
+
+    def norm(self, low_rank: LowRank, left: float) -> Norm:
+        """H⊥ = C (I − (1 − d) V Vᵀ)² Cᵀ with H = C Cᵀ, d = `left`, and V, (in, r), an orthonormal
+        basis of the rows of L C; H itself at rank 0.
+
+        Both are updates of rank r, and nothing is factored again:
+
+            H⊥ = H − (1 − d²) C V (C V)ᵀ,    H⊥⁻¹ = H⁻¹ + (d⁻² − 1) C⁻ᵀV (C⁻ᵀV)ᵀ
+        """
+        matrix = self.gram.matrix
+        if not low_rank.rank or left == 1:
+            return Norm(matrix, self.for_sweep)
+        factor = self.for_fit
+        basis = orthonormal((low_rank.v @ factor).T)
+        image = factor @ basis
+        rows = torch.linalg.solve_triangular(factor, basis.T, upper=False, left=False)
+        matrix = torch.addmm(matrix, image, image.T, alpha=left**2 - 1)
+        return Norm(matrix, with_rows(self.for_sweep, rows * math.sqrt(left**-2 - 1)))
 
 
 @dataclass(frozen=True)
@@ -49,12 +83,22 @@ class JointOnGrid(Method):
     exact fit to W − S'. If the pattern keeps everything, the turns begin with the exact fit to W.
     The best turn is kept.
 
+    The next L repairs whatever S loses in r directions. In the place of H, the steps on S therefore
+    use a norm in which these directions count little (ProjQ, arXiv 2606.00494),
+
+        H⊥ = C (I − (1 − d) V Vᵀ)² Cᵀ,    H = C Cᵀ
+
+    with V the r leading right singular vectors of (W − S) C, S of the turn before. They span the
+    rows of L C, since L is the exact fit to W − S. The fit of L and the choice of the best turn use
+    H.
+
     Args:
         rounds: the rounds of `Joint`.
         damping: λ over the mean of diag H.
         turns: the number of turns of S and L.
         passes: the passes of the descent in each turn.
         ranges: the ranges of values that the sweep tries for each group.
+        left: d, what H⊥ leaves of the length of the directions that L repairs; 1 for H⊥ = H.
     """
 
     grid: Grid = Grid()
@@ -63,6 +107,7 @@ class JointOnGrid(Method):
     turns: Positive = 5
     passes: Count = 3
     ranges: Positive = 20
+    left: Annotated[float, Field(gt=0, le=1)] = 0.1
 
     def prepare(self, gram: Gram) -> Prepared:
         damped = gram.damped(self.damping)
@@ -76,7 +121,6 @@ class JointOnGrid(Method):
         pattern: Pattern,
         start: LowRank,
     ) -> Solution:
-        gram = prepared.gram
         prunes = pattern.kept(weight.shape) < weight.numel()
         if prunes:
             free = self._joint().solve(weight, prepared.for_joint, pattern, start)
@@ -87,14 +131,16 @@ class JointOnGrid(Method):
             sparse = weight
             low_rank = fit_exactly(weight, prepared, start)
             support = torch.ones_like(weight, dtype=torch.bool)
-        objective = Objective(weight, gram)
+        objective = Objective(weight, prepared.gram)
         best: Solution | None = None
         history: list[float] = []
         for _ in range(self.turns if start.rank else 1):
+            norm = prepared.norm(low_rank, self.left)
             target = weight - low_rank.product()
             if prunes:
-                target = masked_cg(gram.matrix, target, sparse, support, CG_STEPS)
-            rounded = self._round(target, prepared, support)
+                target = masked_cg(norm.matrix, target, sparse, support, CG_STEPS)
+            rounded = self._round(target, norm, support)
+            del norm  # there may be no room for two
             sparse = rounded.sparse
             low_rank = fit_exactly(weight - sparse, prepared, start)
             turn = objective.measure(rounded, low_rank)
@@ -107,7 +153,7 @@ class JointOnGrid(Method):
     def _round(
         self,
         target: Tensor,
-        prepared: Prepared,
+        norm: Norm,
         support: Tensor,
     ) -> Pruned:
         """Put a target on the grid: a sweep, then descent.
@@ -117,8 +163,8 @@ class JointOnGrid(Method):
             support: bool (out, in).
         """
         sweep = SparseGPT(grid=self.grid, ranges=self.ranges)
-        swept = sweep.prune(target, prepared.for_sweep, KnownSupport(support))
-        return descend(target, swept, prepared.gram.matrix, support, self.passes)
+        swept = sweep.prune(target, norm.for_sweep, KnownSupport(support))
+        return descend(target, swept, norm.matrix, support, self.passes)
 
     def _joint(self) -> Joint:
         return Joint(rounds=self.rounds, damping=self.damping)
