@@ -39,6 +39,11 @@ def whole(folder):
     return {name: array for file in folder.glob("*.safetensors") for name, array in tensors(file)}
 
 
+def small(held, name, grid, width):
+    multiples = codes(held[f"{name}_packed"], grid["scale_bits"])[:, : width // grid["group"]]
+    return multiples * held[name][:, None].astype("f8") / 2 ** grid["scale_bits"]
+
+
 def factors(folder):
     held = whole(folder)
     for name, entry in json.loads((folder / "config.json").read_text())["quantization_config"]["modules"].items():
@@ -65,8 +70,14 @@ def read(folder):
             sparse[places] = held[f"{name}.values"].ravel()
         else:
             packed, scale = codes(held[f"{name}.weight_packed"], grid["bits"]), held[f"{name}.weight_scale"]
+            if "scale_bits" in grid:
+                scale = small(held, f"{name}.weight_scale", grid, width)
             of_group = np.arange(width) // (grid["group"] or width)
             zero = np.full(scale.shape, 1 << grid["bits"] - 1)
+            if "offset" in grid:
+                offset = -small(held, f"{name}.weight_offset", grid, width)
+                yield name, packed[:, :width] * scale[:, of_group].astype("f8") + offset[:, of_group]
+                continue
             if not grid["symmetric"]:
                 zero = codes(held[f"{name}.weight_zero_point"].T, grid["bits"]).T[:out]
             last = entry["nonzeros"] if packed.ndim == 1 else entry["nonzeros"] // out

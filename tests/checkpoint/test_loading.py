@@ -26,6 +26,8 @@ RECIPES = {
     "int4": Recipe(method="gptq", group_size=16),
     "int8 rows": Recipe(method="caldera", rank=2, rounds=2, bits=8, group_size=0, symmetric=True),
     "2:4 int4": Recipe(method="caldera", rank=2, rounds=2, pattern="2:4", group_size=8),
+    "2:4 int4, small scales": Recipe(method="gptq", pattern="2:4", group_size=8, scale_bits=4),
+    "int4, small offsets": Recipe(method="gptq", group_size=8, scale_bits=4, offset=True),
     "row int4": Recipe(method="gptq", pattern="row", sparsity=0.5, group_size=16),
     "structured int8": Recipe(method="rtn", pattern="structured", sparsity=0.5, bits=8, group_size=16),
     "int8 factors": Recipe(rank=2, method="eora", factor_bits=8),

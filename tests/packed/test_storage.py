@@ -84,6 +84,28 @@ def test_there_and_back(pattern, bits, symmetric, group, dtype, seed):
             assert tensors["weight_zero_point"][:, g].tolist() == words(column, bits)
 
 
+@pytest.mark.parametrize(("pattern", "kind"), [("dense", {"offset": True}), ("dense", {}), ("2:4", {}), ("row", {})])
+@pytest.mark.parametrize("bits", [4, 5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_small_scales_there_and_back(pattern, kind, bits, dtype):
+    """Oracles: S itself; and each multiple found by its place, from the words of the format."""
+    grid = Grid(3, 8, scale_bits=bits, **kind)
+    weight = torch.randn(10, 48, generator=torch.Generator().manual_seed(0))
+    if pattern != "dense":
+        weight[:, ::2] = 0
+    scaling = grid.scaling(weight)
+    quantised = Quantised.of(scaling.nearest(weight), scaling, dtype)
+    tensors, count = pack_sparse(pattern, quantised.values(), quantised)
+    spec = LayerSpec(pattern, (10, 48), 0, count, grid)
+    expected = {name: (shape, own or dtype) for name, (shape, own) in spec.tensors().items()}
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()} == expected
+    assert torch.equal(spec.unpack(tensors), quantised.values())
+    numbers = {"weight_scale": scaling.scale} | ({"weight_offset": -scaling.zero} if grid.offset else {})
+    for name, values in numbers.items():
+        multiples = (values / tensors[name].float()[:, None] * 2**bits).round().int()
+        assert tensors[f"{name}_packed"].tolist() == [words(row, bits) for row in multiples.tolist()]
+
+
 def test_bytes_of_a_large_layer_by_hand():
     """4096²: int4 in groups of 64: half a byte a code, two bytes a scale, half a byte a zero; 2:4 half the codes and
     four bits for each group of four."""
@@ -92,6 +114,8 @@ def test_bytes_of_a_large_layer_by_hand():
     sparse = LayerSpec("2:4", (4096, 4096), 0, entries // 2, Grid(symmetric=True))
     assert dense.bytes(torch.bfloat16) == entries // 2 + groups * 2 + groups // 2
     assert sparse.bytes(torch.bfloat16) == entries // 4 + groups * 2 + entries // 8
+    small = LayerSpec("dense", (4096, 4096), 0, entries, Grid(4, 32, offset=True, scale_bits=5))
+    assert small.bytes(torch.bfloat16) == entries // 2 + 2 * (entries // 32 * 5 // 8 + 4096 * 2)
 
 
 @patterns

@@ -32,7 +32,10 @@ def swept(grid, support=None, out=6, width=32, seed=0):
 
 def whole_group(start, part, scale, zero, target, h):
     """All inputs of a layer as one group, with values (in, out)."""
-    return Group(Levels(start.scaling.grid, scale, zero), part, torch.ones_like(part), h @ (target.T - part), h)
+    storage = start.scaling.storage
+    return Group(
+        Levels(start.scaling.grid, scale, zero), storage, part, torch.ones_like(part), h @ (target.T - part), h
+    )
 
 
 @kinds

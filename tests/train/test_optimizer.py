@@ -7,6 +7,7 @@ import hasslefree
 from hasslefree import Grid
 from hasslefree.core.factors import nearest
 from hasslefree.packed.linear import SparseLowRankLinear
+from hasslefree.packed.storage import unpack_codes
 from hasslefree.solve.methods.joint_on_grid import JointOnGrid
 from hasslefree.train.optimizer import BlockOptimizer, norms
 
@@ -68,6 +69,32 @@ def test_scales_and_offsets_move_in_units_of_their_groups(kind):
         expected = masters["centre"] / group - 8 * masters["scale"] / group
         torch.testing.assert_close(layer.weight_offset.detach(), expected.detach())
     assert torch.equal(layer.weight_packed, codes)
+
+
+def test_units_of_scales_move_in_units_of_the_layer_and_leave_its_middle_codes():
+    """Oracle: S = (code − 8)·k·U + (8·k·U − m·U'), where a step of U takes U' along by the slope of a regression."""
+    layer, gradient = layer_and_gradient(Grid(4, 4, offset=True, scale_bits=5))
+    scale, offset = layer.weight_scale.detach().clone(), layer.weight_offset.detach().clone()
+    tensors = layer.tensors()
+    k, m = (unpack_codes(tensors[f"weight_{name}_packed"], 5, 4).float() for name in ("scale", "offset"))
+    codes = unpack_codes(tensors["weight_packed"], 4, 16).float().view(12, 4, 4)
+    slope = torch.stack([8 * (k[i] @ m[i]) / (m[i] @ m[i]) for i in range(12)])
+    root = UNITS.square().mean().sqrt()
+    parts = {"scale": (scale * root, rms(scale * root)), "rest": ((offset - slope * scale) * root, rms(scale * root))}
+    run = step(layer, gradient, parts)
+    masters = next(run)
+    units = [masters["scale"] / root, masters["rest"] / root + slope * masters["scale"] / root]
+    weight = codes * (k * units[0][:, None] / 32)[..., None] - (m * units[1][:, None] / 32)[..., None]
+    torch.testing.assert_close(weight.flatten(1), layer.unpacked().detach())
+    (weight.flatten(1) * gradient).sum().backward()
+    next(run)
+    trained = BlockOptimizer(torch.nn.Sequential(layer), {layer: UNITS}, RATE)
+    (layer.unpacked() * gradient).sum().backward()
+    trained.update(1.0)
+    expected = masters["scale"] / root
+    torch.testing.assert_close(layer.weight_scale.detach(), expected.detach())
+    torch.testing.assert_close(layer.weight_offset.detach(), (masters["rest"] / root + slope * expected).detach())
+    assert not torch.equal(layer.weight_scale, scale)
 
 
 def test_coded_factors_are_trained_through_their_rounding():

@@ -80,7 +80,9 @@ def _read_entry(name: str, content: Any) -> Entry:
         spec.tensors()
         if spec.grid is not None and content["grid"].keys() != spec.to_dict()["grid"].keys():
             raise InvalidError(
-                "grid", "grid must have the fields bits, group and symmetric, and offset if true"
+                "grid",
+                "grid must have the fields bits, group and symmetric, offset if true, and"
+                " scale_bits if set",
             )
         return validated(Entry, {"spec": content, "crc32": content.get("crc32")})
     except (HasslefreeError, InvalidError) as error:

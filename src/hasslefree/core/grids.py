@@ -5,20 +5,20 @@
 
 g is the group of row i and input j. On a grid with a whole zero, zero is a value to the bit, and S
 can be on a support and on a grid at once. A grid with an offset has one more number for each group,
-and fits better: it is for an S that keeps every entry. Scales and offsets have the eight
-significant bits of bfloat16: they are the same numbers in every dtype that S is stored in, and
-(code − zero)·scale is exact in float32.
+and fits better: it is for an S that keeps every entry. Which numbers scales and offsets may be is
+said in `core.scales`; (code − zero)·scale is exact in float32.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from hasslefree.core.gram import dtype_name, working_dtype
+from hasslefree.core.scales import FLOATS, SCALE_BITS, Floats, Multiples
 from hasslefree.errors import GridError, option
 from hasslefree.validation import Checked, Positive
 
@@ -42,6 +42,8 @@ class Grid(Checked):
         symmetric: place the values around zero, with zero = 2^(bits − 1) everywhere; otherwise from
             the smallest to the largest entry.
         offset: store the value of code 0 for each group, in place of a whole zero.
+        scale_bits: store scales and offsets as multiples of units of their row, with so many bits,
+            one of SCALE_BITS; None for floats of 16 bits.
 
     Example:
         >>> scaling = Grid(bits=4, group=64).scaling(weight)  # weight: (out, in)
@@ -53,6 +55,7 @@ class Grid(Checked):
     group: Positive | None = 64
     symmetric: bool = False
     offset: bool = False
+    scale_bits: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,6 +70,22 @@ class Grid(Checked):
                 "a symmetric grid has no offset; leave out one of symmetric and offset",
                 ("symmetric", "offset"),
             )
+        if self.scale_bits is not None:
+            self._check_scale_bits(self.scale_bits)
+
+    def _check_scale_bits(self, bits: int) -> None:
+        if bits not in SCALE_BITS:
+            allowed = ", ".join(map(str, SCALE_BITS))
+            raise GridError(
+                f"scale_bits must be one of {allowed}, got {bits}; use {option('scale_bits', 6)}",
+                ("scale_bits",),
+            )
+        if self.group is None:
+            raise GridError(
+                "a row with one scale has no multiples of it; use groups"
+                f" ({option('group_size', 32)}), or leave out {option('scale_bits', bits)}",
+                ("scale_bits", "group"),
+            )
 
     def __str__(self) -> str:
         groups = "rows" if self.group is None else f"groups of {self.group}"
@@ -75,10 +94,14 @@ class Grid(Checked):
             text += ", symmetric"
         if self.offset:
             text += ", with offsets"
+        if self.scale_bits:
+            text += f", scales of {self.scale_bits} bits"
         return text
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: what a reader of the codes needs; the offset only where there is one."""
+        """For JSON: what a reader of the codes needs; `offset` and `scale_bits` only where they
+        are set.
+        """
         content: dict[str, Any] = {
             "bits": self.bits,
             "group": self.group,
@@ -86,6 +109,8 @@ class Grid(Checked):
         }
         if self.offset:
             content["offset"] = True
+        if self.scale_bits:
+            content["scale_bits"] = self.scale_bits
         return content
 
     @property
@@ -132,17 +157,26 @@ class Grid(Checked):
             return 1
         return width // self.group
 
-    def fit(self, entries: Tensor) -> "Levels":
-        """The levels of groups of entries (…, n), from the smallest entry to the largest (arXiv
-        2210.17323): scale and zero (…, 1), in the dtype of the entries.
-        """
-        return self._spanning(*self._ends(entries))
+    def fit(self, entries: Tensor, storage: Floats | Multiples = FLOATS) -> "Levels":
+        """The levels of groups of entries (out, …, n), from the smallest entry to the largest
+        (arXiv 2210.17323): scale and zero (out, …, 1), in the dtype of the entries.
 
-    def search(self, entries: Tensor, ranges: int, weights: Tensor) -> "Levels":
+        Args:
+            storage: which numbers they may be.
+        """
+        return self._spanning(*self._ends(entries), storage)
+
+    def search(
+        self,
+        entries: Tensor,
+        ranges: int,
+        weights: Tensor,
+        storage: Floats | Multiples = FLOATS,
+    ) -> "Levels":
         """The levels with the smallest weighted sum of squared rounding errors in each group.
 
         Args:
-            entries: as for `fit`.
+            entries, storage: as for `fit`.
             ranges: the number of ranges of values that are tried for a group, from 1 to
                 1 / NARROWER. The first range is that of `fit`, and each further one is narrower by
                 a share NARROWER of the first.
@@ -150,12 +184,12 @@ class Grid(Checked):
         """
         low, high = self._ends(entries)
         centre = (low + high) / 2 if self.offset else 0.0
-        best = self._spanning(low, high)
+        best = self._spanning(low, high, storage)
         least = best.error(entries, weights)
         for step in range(1, ranges):
             share = 1 - NARROWER * step
             tried = self._spanning(
-                centre + (low - centre) * share, centre + (high - centre) * share
+                centre + (low - centre) * share, centre + (high - centre) * share, storage
             )
             error = tried.error(entries, weights)
             better = error < least
@@ -167,6 +201,8 @@ class Grid(Checked):
         """The ends of the whole range of values of groups (…, n): (…, 1) each."""
         high = entries.amax(-1, keepdim=True)
         low = entries.amin(-1, keepdim=True)
+        if self.offset and self.scale_bits:
+            return low.clamp_max_(0), high  # no multiple is above 0
         if self.offset:
             return low, high
         high = high.clamp_min_(0)
@@ -176,12 +212,20 @@ class Grid(Checked):
             low = -high
         return low, high
 
-    def _spanning(self, low: Tensor, high: Tensor) -> "Levels":
+    def _spanning(
+        self,
+        low: Tensor,
+        high: Tensor,
+        storage: Floats | Multiples,
+    ) -> "Levels":
         """Levels whose codes run from low to high. Without an offset, low ≤ 0 ≤ high."""
-        span = stored((high - low) / self.top)
+        span = storage.scales((high - low) / self.top)
         scale = torch.where(span > 0, span, 1.0)  # a group of equal entries
-        if self.offset:
-            zero = stored((low + high - self.top * span) / 2)
+        if self.offset and self.scale_bits:
+            # Where scales are coarse, codes from the low end lose less than codes in the middle.
+            zero = storage.offsets(low)
+        elif self.offset:
+            zero = storage.offsets((low + high - self.top * span) / 2)
         elif self.symmetric:
             zero = torch.full_like(scale, (self.top + 1) / 2)
         else:
@@ -193,19 +237,27 @@ class Grid(Checked):
         inputs.
         """
         self.check(matrix.shape)
-        levels = self.fit(matrix.unflatten(1, (self.groups(matrix.shape[1]), -1)))
-        return Scaling(self, levels.scale.squeeze(-1), levels.zero.squeeze(-1))
+        storage = self.storage_for(matrix)
+        levels = self.fit(self._by_group(matrix), storage)
+        return Scaling(self, levels.scale.squeeze(-1), levels.zero.squeeze(-1), storage)
 
-    def empty_scaling(self, like: Tensor) -> "Scaling":
+    def empty_scaling(self, matrix: Tensor) -> "Scaling":
         """A scaling for a matrix (out, in), to be written into group by group."""
         # Transposed, so that the column of a group lies in one piece.
-        shape = (self.groups(like.shape[1]), like.shape[0])
-        return Scaling(self, like.new_ones(shape).T, like.new_zeros(shape).T)
+        shape = (self.groups(matrix.shape[1]), matrix.shape[0])
+        storage = self.storage_for(matrix)
+        return Scaling(self, matrix.new_ones(shape).T, matrix.new_zeros(shape).T, storage)
 
+    def storage_for(self, matrix: Tensor) -> Floats | Multiples:
+        """Which numbers the scales and offsets of a matrix (out, in) may be."""
+        if self.scale_bits is None:
+            return FLOATS
+        levels = self.fit(self._by_group(matrix))
+        offset = levels.zero.squeeze(-1) if self.offset else None
+        return Multiples.covering(self.scale_bits, levels.scale.squeeze(-1), offset)
 
-def stored(numbers: Tensor) -> Tensor:
-    """Scales or offsets, rounded to what every dtype of a model holds: bfloat16's eight bits."""
-    return numbers.bfloat16().to(numbers.dtype)
+    def _by_group(self, matrix: Tensor) -> Tensor:
+        return matrix.unflatten(1, (self.groups(matrix.shape[1]), -1))
 
 
 @dataclass(frozen=True)
@@ -252,11 +304,42 @@ class Levels:
 class Scaling:
     """The scale and the zero of each group of a matrix (out, in), as in `Levels`: (out, groups),
     floating.
+
+    Args:
+        storage: which numbers they may be. Floats are in the dtype in which they are stored.
+            Multiples are in a working dtype, and their units in the dtype in which they are stored.
     """
 
     grid: Grid
     scale: Tensor
     zero: Tensor
+    storage: Floats | Multiples = FLOATS
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the matrix."""
+        if isinstance(self.storage, Multiples):
+            return self.storage.scale_unit.dtype
+        return self.scale.dtype
+
+    def to(self, dtype: torch.dtype) -> "Scaling":
+        """The same numbers, stored in another dtype; GridError if it does not hold them."""
+        if isinstance(self.storage, Multiples):
+            units = self.storage.to(dtype)
+            changed = replace(self, storage=units)
+            before = [self.storage.scale_unit, self.storage.offset_unit]
+            after = [units.scale_unit, units.offset_unit]
+        else:
+            changed = replace(self, scale=self.scale.to(dtype), zero=self.zero.to(dtype))
+            before = [self.scale, self.zero]
+            after = [changed.scale, changed.zero]
+        for old, new in zip(before, after, strict=True):
+            if old is not None and new is not None and not torch.equal(new.to(old.dtype), old):
+                raise GridError(
+                    f"a quantisation scale or offset overflows or underflows {dtype_name(new)}; "
+                    f"use another dtype ({option('dtype', 'bfloat16')})"
+                )
+        return changed
 
     def levels(self) -> Levels:
         """Those of entries by group, (out, groups, n), in the working dtype."""
@@ -280,9 +363,9 @@ class Scaling:
         return self.levels().codes(self.by_group(matrix)).flatten(1).to(torch.uint8)
 
     def values(self, codes: Tensor) -> Tensor:
-        """The values of codes (out, in) of any dtype, rounded once to the dtype of the scale."""
+        """The values of codes (out, in) of any dtype, rounded once to `dtype`."""
         parts = self.by_group(codes.to(working_dtype(self.scale), copy=True))
-        return self.levels().values(parts).flatten(1).to(self.scale.dtype)
+        return self.levels().values(parts).flatten(1).to(self.dtype)
 
     def nearest(self, matrix: Tensor) -> Tensor:
         """The matrix on the grid that is nearest to a matrix (out, in)."""
@@ -308,16 +391,7 @@ class Quantised:
         """The codes of a matrix on the grid, with scales in another dtype; GridError if that dtype
         does not hold them exactly.
         """
-        scale = scaling.scale.to(dtype)
-        zero = scaling.zero.to(dtype)
-        exact = torch.equal(scale.to(scaling.scale.dtype), scaling.scale)
-        exact = exact and torch.equal(zero.to(scaling.zero.dtype), scaling.zero)
-        if not exact:
-            raise GridError(
-                f"a quantisation scale or offset overflows or underflows {dtype_name(scale)}; "
-                f"use another dtype ({option('dtype', 'bfloat16')})"
-            )
-        return cls(scaling.codes(matrix), Scaling(scaling.grid, scale, zero))
+        return cls(scaling.codes(matrix), scaling.to(dtype))
 
     def values(self) -> Tensor:
         """The matrix, in the dtype of the scales."""

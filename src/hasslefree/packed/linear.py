@@ -27,9 +27,11 @@ class SparseLowRankLinear(nn.Module):
     S is in two tensors: the parameter `values`, and the integer buffer `positions`, `mask` or
     `columns`, which no cast to another dtype touches. On a grid (`packed.storage`), the integer
     buffers `weight_packed` and `weight_zero_point` and the parameter `weight_scale` take the place
-    of the values. The factors are `low_rank_u` (out, r) and `low_rank_v` (r, in), absent for rank
-    0. In eight bits they are int8 buffers, with the parameters `low_rank_u_scale` (out,) and
-    `low_rank_v_scale` (r,), and are unpacked at every call.
+    of the values. If scales are multiples of a unit of their row, that parameter holds the units,
+    and the buffer `weight_scale_packed` the multiples. The factors are `low_rank_u` (out, r) and
+    `low_rank_v` (r, in), absent for rank 0. In eight bits they are int8 buffers, with the
+    parameters `low_rank_u_scale` (out,) and `low_rank_v_scale` (r,), and are unpacked at every
+    call.
 
     The backend that computes x Sᵀ is chosen at every call (`packed.kernels.backends`), or set by
     `use`. A kernel may hold the tensors of a layer in an order of its own, and take a buffer for
@@ -123,8 +125,8 @@ class SparseLowRankLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The values, or the scales of the grid; not the matrix. Code of models looks up its dtype
-        and device.
+        """The values, or the scales of the grid or their units; not the matrix. Code of models
+        looks up its dtype and device.
         """
         if self.spec.grid is None:
             return self.values

@@ -68,15 +68,17 @@ class LayerSpec:
     @property
     def trained(self) -> int:
         """The number of trainable parameters: the values of S, or the scales and offsets of its
-        grid, and both factors.
+        grid or their units, and both factors.
         """
         factors = self.rank * sum(self.shape)
         if self.grid is None:
             return self.nonzeros + factors
         out, width = self.shape
-        groups = out * self.grid.groups(width)
-        offsets = groups if self.grid.offset else 0
-        return groups + offsets + factors
+        scales = out  # units
+        if self.grid.scale_bits is None:
+            scales = out * self.grid.groups(width)
+        offsets = scales if self.grid.offset else 0
+        return scales + offsets + factors
 
     @property
     def dense_parameters(self) -> int:
@@ -101,55 +103,84 @@ class LayerSpec:
         bits = self.grid.bits
         codes = (*values[:-1], words_for(values[-1], bits))
         tensors: TensorSpecs = {"weight_packed": (codes, torch.int32)}
-        tensors["weight_scale"] = ((out, groups), None)
+        floats = ["weight_scale"]
         if self.grid.offset:
-            tensors["weight_offset"] = ((out, groups), None)
-        elif not self.grid.symmetric:
+            floats.append("weight_offset")
+        for name in floats:
+            if self.grid.scale_bits is None:
+                tensors[name] = ((out, groups), None)
+            else:
+                multiples = (out, words_for(groups, self.grid.scale_bits))
+                tensors[name] = ((out,), None)
+                tensors[f"{name}_packed"] = (multiples, torch.int32)
+        if not self.grid.offset and not self.grid.symmetric:
             tensors["weight_zero_point"] = ((words_for(out, bits), groups), torch.int32)
         return tensors | positions
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Unpack S (out, in). The index is not validated.
 
-        Gradients flow to the values, or to the scales and offsets.
+        Gradients flow to the values, or to the scales and offsets or their units.
         """
         layout = self.layout
         index = tensors[layout.index]
         width = self.shape[1]
         if self.grid is None:
             return layout.unpack(tensors["values"], index, width)
-        scale = tensors["weight_scale"].unsqueeze(-1)
+        dtype = tensors["weight_scale"].dtype
+        scale = self.scales(tensors).unsqueeze(-1)
         groups = scale.shape[:2]
         stored, _ = layout.shapes(self.shape, self.nonzeros)
         codes = unpack_codes(tensors["weight_packed"], self.grid.bits, stored[-1])
         if self.grid.offset:  # every entry has a code
-            wide = working_dtype(scale)
-            offset = tensors["weight_offset"].to(wide).unsqueeze(-1)
-            steps = codes.view(*groups, -1).to(wide)
-            values = torch.addcmul(offset, steps, scale.to(wide))
-            return values.to(scale.dtype).view(self.shape)
+            steps = codes.view(*groups, -1).to(scale.dtype)
+            values = torch.addcmul(self.offsets(tensors).unsqueeze(-1), steps, scale)
+            return values.to(dtype).view(self.shape)
         steps = layout.unpack(codes.short() + 1, index, width).view(*groups, -1)  # 0: not stored
         zeros = self.zeros(tensors).unsqueeze(-1)
         steps = torch.where(steps > 0, steps - 1 - zeros, 0)
-        return (steps.to(scale.dtype) * scale).view(self.shape)
+        return (steps.to(scale.dtype) * scale).to(dtype).view(self.shape)
+
+    def scales(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The scale of each group, (out, groups) in the working dtype, with gradients."""
+        return self._multiplied(tensors, "weight_scale")
+
+    def offsets(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The offset of each group, (out, groups) in the working dtype, with gradients."""
+        offsets = self._multiplied(tensors, "weight_offset")
+        if self.grid is not None and self.grid.scale_bits is not None:
+            return -offsets
+        return offsets
+
+    def _multiplied(self, tensors: Mapping[str, Tensor], name: str) -> Tensor:
+        """The numbers of this name, or the multiples of their units (`core.scales`)."""
+        assert self.grid is not None
+        numbers = tensors[name]
+        numbers = numbers.to(working_dtype(numbers))
+        bits = self.grid.scale_bits
+        if bits is None:
+            return numbers
+        groups = self.grid.groups(self.shape[1])
+        multiples = unpack_codes(tensors[f"{name}_packed"], bits, groups)
+        return multiples * (numbers / (1 << bits)).unsqueeze(1)
 
     def zeros(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The whole zeros of a grid without offsets: (out, groups) int16."""
         assert self.grid is not None
-        scale = tensors["weight_scale"]
+        out, width = self.shape
         if self.grid.symmetric:
-            return torch.full_like(scale, (self.grid.top + 1) / 2, dtype=torch.int16)
+            middle = (self.grid.top + 1) // 2
+            like = tensors["weight_scale"]
+            return like.new_full((out, self.grid.groups(width)), middle, dtype=torch.int16)
         packed = tensors["weight_zero_point"].T.contiguous()
-        return unpack_codes(packed, self.grid.bits, len(scale)).T.short()
+        return unpack_codes(packed, self.grid.bits, out).T.short()
 
     def lowest(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The values of code 0: (out, groups), offsets as they are stored, and otherwise exact in
-        float32.
-        """
+        """The values of code 0: (out, groups), exact in the working dtype."""
         assert self.grid is not None
         if self.grid.offset:
-            return tensors["weight_offset"].detach()
-        return -self.zeros(tensors) * tensors["weight_scale"].detach().float()
+            return self.offsets(tensors).detach()
+        return -self.zeros(tensors) * self.scales(tensors).detach()
 
     def bytes(self, dtype: torch.dtype) -> int:
         """The bytes of the stored tensors in a model of this dtype."""

@@ -3,14 +3,17 @@
 Codes and zeros are packed in int32, low bits first and without a gap, codes along the inputs, zeros
 along the outputs: with 4 and 8 bits as in the pack-quantized layout of compressed-tensors, whose
 tensors these are without pruning (pattern dense). Pruned entries have no code: the codes are in the
-order in which the layout of the pattern stores values.
+order in which the layout of the pattern stores values. Scales and offsets that are multiples of
+units of their row are packed like codes, along the groups, and the units take the place of the
+scales and offsets.
 """
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hasslefree.core.grids import Quantised
+from hasslefree.core.grids import Quantised, Scaling
+from hasslefree.core.scales import Multiples
 from hasslefree.packed.layouts import layout_of, pack_bits, unpack_bits
 
 WORD = 32  # bits of an int32
@@ -39,16 +42,33 @@ def pack_sparse(
     ones = torch.ones_like(values, dtype=torch.uint8)
     is_stored = layout.unpack(ones, index, sparse.shape[1]).bool()
     codes = quantised.codes.masked_select(is_stored).view(values.shape)
-    scaling = quantised.scaling
-    grid = scaling.grid
-    tensors = {"weight_packed": pack_codes(codes, grid.bits), "weight_scale": scaling.scale}
-    if grid.offset:
-        tensors["weight_offset"] = scaling.zero
-    elif not grid.symmetric:
-        zeros = scaling.zero.to(torch.uint8).T
-        tensors["weight_zero_point"] = pack_codes(zeros, grid.bits).T.contiguous()
+    tensors = {"weight_packed": pack_codes(codes, quantised.scaling.grid.bits)}
+    tensors |= pack_scaling(quantised.scaling)
     tensors[layout.index] = index
     return tensors, values.numel()
+
+
+def pack_scaling(scaling: Scaling) -> dict[str, Tensor]:
+    """The scales, and the zeros or offsets, as the tensors that store them."""
+    grid = scaling.grid
+    tensors: dict[str, Tensor] = {}
+    if isinstance(scaling.storage, Multiples):
+        units = scaling.storage
+        tensors["weight_scale"] = units.scale_unit
+        multiples = units.scale_multiples(scaling.scale).to(torch.uint8)
+        tensors["weight_scale_packed"] = pack_codes(multiples, units.bits)
+        if units.offset_unit is not None:
+            tensors["weight_offset"] = units.offset_unit
+            multiples = units.offset_multiples(scaling.zero).to(torch.uint8)
+            tensors["weight_offset_packed"] = pack_codes(multiples, units.bits)
+    else:
+        tensors["weight_scale"] = scaling.scale
+        if grid.offset:
+            tensors["weight_offset"] = scaling.zero
+    if not grid.offset and not grid.symmetric:
+        zeros = scaling.zero.to(torch.uint8).T
+        tensors["weight_zero_point"] = pack_codes(zeros, grid.bits).T.contiguous()
+    return tensors
 
 
 def words_for(count: int, bits: int) -> int:

@@ -8,7 +8,7 @@ value again.
     vllm           (code − zero) · scale           compressed-tensors: the model's dtype, and a zero
                                                    of as many bits
     transformers   (code − 8) · scale + zero       torch's int4 operators: bfloat16, to which they
-                                                   round the zero
+                                                   round the zero, and scales of a few bits
 
 A group that is a multiple of the engine's, or a row, is held by repeating its numbers. MLX has no
 whole zeros: the bias that takes their place, −zero · scale, has more digits than a scale.
@@ -70,14 +70,18 @@ class Engine:
             the kind open gets the first one.
         groups: the group sizes of the engine, the largest first.
         group: the group size of a recipe that leaves it open.
+        multiples: scales may be multiples of a unit of their row.
     """
 
     bits: Mapping[str, tuple[int, ...]]
     groups: tuple[int, ...]
     group: int = 64
+    multiples: bool = False
 
     def holds(self, grid: Grid) -> bool:
         """True if the engine holds the grid exactly. Rows must be a multiple of 32 inputs."""
+        if grid.scale_bits is not None and not self.multiples:
+            return False
         whole_groups = grid.group is None or grid.group % GROUP == 0
         return whole_groups and grid.bits in self.bits.get(kind_of(grid), ())
 
@@ -93,7 +97,9 @@ def _llama_cpp_bits(kind: str) -> tuple[int, ...]:
 
 
 ENGINES = {
-    "transformers": Engine({OFFSET: (4,), WHOLE_ZERO: (4,), SYMMETRIC: (4,)}, (256, 128, 64, 32)),
+    "transformers": Engine(
+        {OFFSET: (4,), WHOLE_ZERO: (4,), SYMMETRIC: (4,)}, (256, 128, 64, 32), multiples=True
+    ),
     "llama.cpp": Engine(
         {kind: _llama_cpp_bits(kind) for kind in (OFFSET, SYMMETRIC, WHOLE_ZERO)}, (32,), group=32
     ),
@@ -150,6 +156,8 @@ def _changes(engine: Engine, grid: Grid) -> list[str]:
     changes = [f"use {' and '.join(settings)}"] if settings else []
     if kind not in (to_kind, WHOLE_ZERO):
         changes.append(f"leave out {option(kind, True)}")
+    if grid.scale_bits is not None and not engine.multiples:
+        changes.append(f"leave out {option('scale_bits', grid.scale_bits)}")
     return changes
 
 

@@ -99,6 +99,9 @@ class Fields:
     """The smallest value of a group as a number of the model's dtype, instead of a whole zero point
     of few bits; for pattern dense (default: on for joint-grid with pattern dense, unless symmetric;
     otherwise off)."""
+    scale_bits: int | None = declared(None, GRID)
+    """Bits of the scales and offsets: 3, 4, 5, 6 or 8, as multiples of a number of their row, so
+    that small groups take few bytes (default: 16-bit floats)."""
     factor_bits: int | None = declared(None, GRID)
     """8 to store both factors of L as int8 (default: the model's dtype)."""
     calibration: str = declared("c4", TEXT)

@@ -46,6 +46,7 @@ GRID_FIELDS = {
     "grid.group": "group_size",
     "grid.symmetric": "symmetric",
     "grid.offset": "offset",
+    "grid.scale_bits": "scale_bits",
 }
 
 

@@ -47,7 +47,7 @@ SIZING = (
     "low_rank",
 )
 # Fields that ask for a grid, and those of a method.
-GRIDS = ("size", "engine", "bits", "group_size", "symmetric", "offset")
+GRIDS = ("size", "engine", "bits", "group_size", "symmetric", "offset", "scale_bits")
 METHOD_FIELDS = (
     "pruner",
     "low_rank",
@@ -58,6 +58,7 @@ METHOD_FIELDS = (
     "group_size",
     "symmetric",
     "offset",
+    "scale_bits",
 )
 
 
@@ -371,7 +372,7 @@ def engine_problems(
             " there: use dense",
         )
     elif refused := refusal(engine, grid):
-        yield Problem(("engine", "bits", "group_size", "symmetric", "offset"), refused)
+        yield Problem(("engine", *GRIDS[2:]), refused)
 
 
 def size_problems(recipe: Fields, size: str) -> Iterator[Problem]:

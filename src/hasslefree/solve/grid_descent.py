@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hasslefree.core.grids import Levels, Scaling, stored
+from hasslefree.core.grids import Levels, Scaling
 from hasslefree.core.protocols import Pruned
+from hasslefree.core.scales import Floats, Multiples
 
 # The number of inputs whose codes are decided before R H is updated for the rest of their group, in
 # one product.
@@ -45,7 +46,8 @@ def descend(
     # Columns become rows, (in, out), so that each update runs over contiguous memory.
     sparse = transposed(swept.sparse)
     scale = transposed(swept.scaling.scale).T
-    scaling = Scaling(grid, scale, transposed(swept.scaling.zero).T)
+    storage = swept.scaling.storage
+    scaling = Scaling(grid, scale, transposed(swept.scaling.zero).T, storage)
     mask = support.T.to(sparse.dtype)
     slopes = norm @ (target.T - sparse)  # H Rᵀ
     size = grid.group or width
@@ -54,6 +56,7 @@ def descend(
             inputs = slice(start, start + size)
             group = Group(
                 scaling.at(start),
+                storage,
                 sparse[inputs],
                 mask[inputs],
                 slopes[inputs].clone(),
@@ -78,6 +81,7 @@ class Group:
 
     Args:
         levels: scale and zero, (out,).
+        storage: which numbers they may be.
         values: of S, (group, out).
         support: 0 or 1, (group, out).
         slope: of H Rᵀ, (group, out).
@@ -85,6 +89,7 @@ class Group:
     """
 
     levels: Levels
+    storage: Floats | Multiples
     values: Tensor
     support: Tensor
     slope: Tensor
@@ -107,11 +112,11 @@ class Group:
             across = self.slope.sum(0)
             determinant = square * total - cross.square()
             determinant = determinant.clamp_min(SINGULAR * square * total)
-            scale = stored(old.scale + (total * along - cross * across) / determinant)
-            zero = stored(old.zero + (square * across - cross * along) / determinant)
+            scale = self.storage.scales(old.scale + (total * along - cross * across) / determinant)
+            zero = self.storage.offsets(old.zero + (square * across - cross * along) / determinant)
             change = steps * scale + zero - self.values
         else:
-            scale = stored(old.scale + along / square)
+            scale = self.storage.scales(old.scale + along / square)
             zero = old.zero
             change = steps * scale - self.values
         moved = self.norm @ change

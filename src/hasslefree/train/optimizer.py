@@ -8,7 +8,9 @@ weights, rounded:
     values, u, v, biases    to the dtype of the model
     scales and offsets      likewise. An offset is trained as the value of the middle code, offset +
                             2^(bits − 1)·scale, so that a change of the scale moves no group as a
-                            whole. Codes and zeros are not trained.
+                            whole. If they are multiples of units of a row, the units are trained,
+                            so that a row moves as little as it can. Codes, zeros and multiples are
+                            not trained.
     u and v in eight bits   to codes, after every step; the gradient of a rounded factor stands for
                             that of its master (straight-through, arXiv 1308.3432)
     weights of norms        to the dtype of the model; they cost no bytes
@@ -41,7 +43,7 @@ class Variable:
         store: writes a new value, in the working dtype, where the layer keeps it; None for the leaf
             itself.
         scale, middle: of an offset: the variable of its scale, and how many scales the master is
-            above the leaf.
+            above the leaf, broadcast with it.
     """
 
     leaf: Tensor
@@ -49,7 +51,7 @@ class Variable:
     unit: Tensor
     store: Callable[[Tensor], None] | None = None
     scale: "Variable | None" = None
-    middle: float = 0.0
+    middle: Tensor | None = None
 
     def __post_init__(self) -> None:
         # The dtype in which it is stored: the leaf is wider while its block is `computing`.
@@ -57,8 +59,9 @@ class Variable:
 
     def write(self, value: Tensor) -> None:
         """Store a value, given in the units of the leaf."""
-        if self.scale is not None:
-            value = value - self.middle * self.scale.leaf.to(value.device, value.dtype)
+        if self.scale is not None and self.middle is not None:
+            shift = self.middle * self.scale.leaf.to(value.dtype)
+            value = value - shift.to(value.device)
         if self.store is not None:
             self.store(value.to(self.leaf.device))
         else:
@@ -126,7 +129,7 @@ class BlockOptimizer:
             gradients[variable] = gradient.to(variable.master.dtype)
             self.world.add(gradients[variable])
         for variable in self.variables:
-            if variable.scale is not None:
+            if variable.scale is not None and variable.middle is not None:
                 gradients[variable.scale] -= variable.middle * gradients[variable]
         return gradients
 
@@ -164,14 +167,36 @@ def variables_of_sparse(layer: SparseLowRankLinear, scale: Tensor) -> Iterator[V
             yield plain(layer.values, dense.masked_select(layer.support()).view_as(layer.values))
         return
     stored = layer.get_parameter("weight_scale")
-    unit = scale.view(stored.shape[1], -1).square().mean(1).sqrt()
+    groups = 1 if grid.scale_bits else stored.shape[1]
+    unit = scale.view(groups, -1).square().mean(1).sqrt()
     steps = plain(stored, unit)
     yield steps
     if grid.offset:
         offset = layer.get_parameter("weight_offset")
-        middle = (grid.top + 1) / 2
+        middle = middle_of(layer)
         centre = plain(offset, unit).master + middle * steps.master
         yield Variable(offset, centre, unit, scale=steps, middle=middle)
+
+
+def middle_of(layer: SparseLowRankLinear) -> Tensor:
+    """How many scales the middle code is above the offset: a number; or, for units, the numbers
+    (out,) that keep the values of the middle codes of a row where they are in least squares.
+    """
+    grid = layer.spec.grid
+    assert grid is not None
+    code = layer.weight.new_tensor((grid.top + 1) / 2, dtype=working_dtype(layer.weight))
+    if grid.scale_bits is None:
+        return code
+    # With scales k_g·U and offsets −m_g·U', a step d of U moves them by (code·k_g − b·m_g)·d, if b
+    # is that of U'.
+    tensors = layer.tensors()
+    ones = torch.ones_like(layer.weight)
+    units = tensors | {"weight_scale": ones, "weight_offset": ones}
+    k = layer.spec.scales(units)
+    m = -layer.spec.offsets(units)
+    along = (k * m).sum(1)
+    square = m.square().sum(1)
+    return -code * along / square.clamp_min(torch.finfo(square.dtype).tiny)
 
 
 def variables_of_factors(layer: SparseLowRankLinear, scale: Tensor) -> Iterator[Variable]:

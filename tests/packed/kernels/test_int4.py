@@ -18,7 +18,8 @@ from hasslefree.packed.kernels.backends import Case, choose
 from hasslefree.packed.layouts import PackedGroups
 
 OFFSETS, WHOLE, SYMMETRIC = Grid(4, 64, offset=True), Grid(4, 32), Grid(4, None, symmetric=True)
-grids = pytest.mark.parametrize("grid", [OFFSETS, WHOLE, SYMMETRIC], ids=str)
+SMALL_SCALES = Grid(4, 32, offset=True, scale_bits=5)
+grids = pytest.mark.parametrize("grid", [OFFSETS, WHOLE, SYMMETRIC, SMALL_SCALES], ids=str)
 pytestmark = pytest.mark.skipif(int4.without_cpu() is not None, reason=str(int4.without_cpu()))
 
 

@@ -202,7 +202,7 @@ class Int4Kernel:
     def _take(self, layer: "SparseLowRankLinear") -> None:
         tensors = layer.tensors()
         codes = unpack_codes(tensors["weight_packed"], 4, layer.in_features)
-        scale = tensors["weight_scale"].detach()
+        scale = layer.spec.scales(tensors).detach()
         self.operands = Int4.of(codes, scale, layer.spec.lowest(tensors))
         if not codes.is_cpu:
             return

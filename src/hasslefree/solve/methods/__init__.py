@@ -120,6 +120,7 @@ def build_method(
     group_size: int | None = None,
     symmetric: bool | None = None,
     offset: bool | None = None,
+    scale_bits: int | None = None,
 ) -> Method:
     """The method of this name, with parts of it replaced.
 
@@ -128,8 +129,8 @@ def build_method(
         rounds, damping: hyper-parameters of the method.
         refit: after the pruner, fit the values on its support by least squares (`Refit`), with the
             method's damping, or 0.01 for a method without damping.
-        bits, group_size, symmetric, offset: the grid of its pruner; see `Grid`. A group size of 0
-            means one group per row.
+        bits, group_size, symmetric, offset, scale_bits: the grid of its pruner; see `Grid`. A
+            group size of 0 means one group per row.
 
     Raises:
         UnknownNameError: an unknown name.
@@ -146,7 +147,9 @@ def build_method(
         needed["refit"] = "pruner"
     _check_parts(name, method, needed)
     method = dataclasses.replace(method, **parts)
-    fields = given(bits=bits, group=group_size, symmetric=symmetric, offset=offset)
+    fields = given(
+        bits=bits, group=group_size, symmetric=symmetric, offset=offset, scale_bits=scale_bits
+    )
     if group_size == 0:
         fields["group"] = None
     if fields:
@@ -198,10 +201,10 @@ def _with_fields_of_grid(
     if method.grid is None:
         able = ", ".join(other for other, candidate in METHODS.items() if candidate.grid)
         raise GridError(
-            f"method {name!r} does not quantise S: leave out bits, group_size, symmetric and"
-            f" offset, or use method {able}, or {option('method', 'hassle-free')} with"
+            f"method {name!r} does not quantise S: leave out bits, group_size, symmetric, offset"
+            f" and scale_bits, or use method {able}, or {option('method', 'hassle-free')} with"
             f" {option('pruner', 'gptq')}",
-            ("method", "bits", "group_size", "symmetric", "offset"),
+            ("method", "bits", "group_size", "symmetric", "offset", "scale_bits"),
         )
     return with_grid(method, dataclasses.replace(method.grid, **fields))
 

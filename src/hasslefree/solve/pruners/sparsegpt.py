@@ -151,7 +151,7 @@ class Sweep:
         if pattern.kept(group.T.shape) < group.numel():
             Sweep(pattern).run(group, group_factor)
         weights = group_factor.diagonal().reciprocal().square()
-        found = scaling.grid.search(group.T, self.ranges, weights)
+        found = scaling.grid.search(group.T, self.ranges, weights, scaling.storage)
         levels = scaling.at(self.start + there.start)
         levels.scale.copy_(found.scale.squeeze(1))
         levels.zero.copy_(found.zero.squeeze(1))

@@ -1,0 +1,90 @@
+"""Scales and offsets as multiples of units: against their definition, entry by entry in Python's own numbers."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hasslefree import Grid
+from hasslefree.core.grids import Quantised
+from hasslefree.core.scales import SCALE_BITS, Multiples
+from hasslefree.errors import GridError
+from tests import oracles
+
+KINDS = {"whole": {}, "symmetric": {"symmetric": True}, "offset": {"offset": True}}
+kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+bits_of_scales = pytest.mark.parametrize("bits", SCALE_BITS)
+
+
+@bits_of_scales
+@settings(max_examples=20)
+@given(st.integers(0, 999), st.sampled_from([1e-20, 1e-3, 1.0, 1e10]))
+def test_numbers_become_the_nearest_multiples_of_units_of_their_row(bits, seed, size):
+    """Oracle: every multiple of each row, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    scale, offset = (torch.rand(2, 3, 5, generator=generator) * size).unbind()
+    units = Multiples.covering(bits, scale, -offset)
+    numbers = range(2**bits)
+    for found, wanted, unit, sign, least in (
+        (units.scales(scale), scale, units.scale_unit, 1, 1),
+        (units.offsets(-offset), -offset, units.offset_unit, -1, 0),
+    ):
+        for i, g in itertools.product(range(3), range(5)):
+            step = float(unit[i]) / 2**bits
+            assert float(unit[i]) == float(unit[i].bfloat16())
+            assert step * numbers[-1] == pytest.approx(float(wanted.abs()[i].max()), rel=2**-8)
+            nearest = min(abs(sign * k * step - float(wanted[i, g])) for k in numbers[least:])
+            assert abs(float(found[i, g]) - float(wanted[i, g])) == pytest.approx(nearest, rel=1e-5, abs=1e-6 * step)
+            assert round(float(found[i, g]) / step) * step == pytest.approx(float(found[i, g]), rel=1e-6)
+
+
+@kinds
+@bits_of_scales
+@settings(max_examples=10)
+@given(st.integers(0, 99), st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]))
+def test_codes_come_back_from_values_in_every_dtype(kind, bits, seed, dtype):
+    """Oracle: (code − zero)·k·unit / 2^b, or code·k·unit / 2^b − m·unit' / 2^b, in float64."""
+    grid = Grid(4, 8, scale_bits=bits, **kind)
+    weight = oracles.problem(3, 32, seed=seed)[0]
+    weight[0] = 0
+    scaling = grid.scaling(weight)
+    values = scaling.nearest(weight)
+    assert torch.equal(scaling.nearest(values), values)
+    stored = Quantised.of(values, scaling, dtype)
+    units, codes = stored.scaling.storage, stored.codes.double().unflatten(1, (4, 8))
+    scale = units.scale_multiples(scaling.scale) * units.scale_unit.double()[:, None] / 2**bits
+    expected = (codes - scaling.zero.double()[..., None]) * scale[..., None]
+    if grid.offset:
+        zero = units.offset_multiples(scaling.zero) * units.offset_unit.double()[:, None] / 2**bits
+        expected = codes * scale[..., None] - zero[..., None]
+    torch.testing.assert_close(values.double(), expected.flatten(1), rtol=3e-7, atol=1e-6)
+    assert torch.equal(stored.values(), values.to(dtype))
+    assert stored.values().dtype == dtype
+
+
+def test_small_groups_with_few_bits_of_scale_fit_better_in_the_same_bytes():
+    """3 bits in groups of 16 with scales of 4 bits take what groups of 64 with floats take: 3.5 bits a weight."""
+    weight = oracles.problem(32, 256)[0]
+    errors = [
+        (grid.scaling(weight).nearest(weight) - weight).square().sum()
+        for grid in (Grid(3, 16, offset=True, scale_bits=4), Grid(3, 64, offset=True))
+    ]
+    assert errors[0] < 0.8 * errors[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Grid(scale_bits=7), "scale_bits must be one of 3, 4, 5, 6, 8, got 7; use scale_bits=6"),
+        (lambda: Grid(group=None, scale_bits=4), "has no multiples of it; use groups .group_size=32., or leave out"),
+        (
+            lambda: Quantised.of(tiny := torch.full((1, 8), 1e-9), Grid(4, 4, scale_bits=4).scaling(tiny), torch.half),
+            "overflows or underflows float16; use another dtype",
+        ),
+    ],
+)
+def test_what_scales_cannot_be(make, message):
+    with pytest.raises(GridError, match=message):
+        make()
