@@ -17,8 +17,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hasslefree.checkpoint import entries as read
-from hasslefree.errors import CheckpointError
+from hasslefree.errors import CheckpointError, GridError
 from hasslefree.files import stored_tensors
+from hasslefree.models.ends import End, find_ends
 from hasslefree.models.experts import SplitExperts, split_experts
 from hasslefree.models.sites import Site, find_sites
 from hasslefree.packed.linear import SparseLowRankLinear, layers_without_numba
@@ -57,15 +58,20 @@ class HasslefreeQuantizer(HfQuantizer):
         split_experts(model)
         biased = set()
         sites = find_sites(model)
+        ends = {end.name: end for end in find_ends(model)}
         for name, entry in entries.items():
-            if name not in sites:
+            if name in ends:
+                layer = empty_end(ends[name], model, entry.spec)
+                ends[name].replace(model, layer)
+            elif name in sites:
+                layer = empty_layer(sites[name], name, entry.spec)
+                sites[name].replace(layer)
+            else:
                 raise CheckpointError(
-                    f"config.json lists {name}, but {type(model).__name__} has no linear layer of"
-                    " that name; download or copy config.json again, or use the version of"
-                    " transformers that compression.json names"
+                    f"config.json lists {name}, but {type(model).__name__} has no linear layer or"
+                    " embedding of that name; download or copy config.json again, or use the"
+                    " version of transformers that compression.json names"
                 )
-            layer = empty_layer(sites[name], name, entry.spec)
-            sites[name].replace(layer)
             if layer.bias is not None:
                 biased.add(name)
         if checkpoint_files:  # none where the caller brought a state dict
@@ -121,13 +127,29 @@ def empty_layer(site: Site, name: str, spec: LayerSpec) -> SparseLowRankLinear:
     """The layer to load into, with the dtype and device of the one that it replaces. name: in the
     model.
     """
-    if spec.shape != site.shape:
-        raise CheckpointError(
-            f"{name} has the shape {list(spec.shape)} in the quantization_config of"
-            f" config.json, but {list(site.shape)} in the model; download or copy config.json again"
-        )
+    check_shape(name, spec, site.shape)
     weight = site.parameter
     return SparseLowRankLinear(spec, site.bias is not None, weight.dtype, weight.device)
+
+
+def empty_end(end: End, model: nn.Module, spec: LayerSpec) -> SparseLowRankLinear:
+    """The layer to load into for the matrix of the embedding or the head."""
+    check_shape(end.name, spec, end.shape)
+    try:
+        return end.empty_layer(model, spec)
+    except GridError as error:
+        raise CheckpointError(
+            f"config.json, entry {end.name}: {error.message}. Download or copy config.json again"
+        ) from None
+
+
+def check_shape(name: str, spec: LayerSpec, shape: tuple[int, int]) -> None:
+    """Raise a CheckpointError unless the entry of a layer has the shape of the model's weight."""
+    if spec.shape != shape:
+        raise CheckpointError(
+            f"{name} has the shape {list(spec.shape)} in the quantization_config of"
+            f" config.json, but {list(shape)} in the model; download or copy config.json again"
+        )
 
 
 def register_format() -> None:

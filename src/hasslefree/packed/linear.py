@@ -2,9 +2,10 @@
 factors.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from hasslefree.core.factors import BITS, CodedRows
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import MemoryShortError
 from hasslefree.packed.kernels import backends, ops
-from hasslefree.packed.kernels.whole import kernel_for
+from hasslefree.packed.kernels.whole import Int4Kernel, kernel_for
 from hasslefree.packed.layouts import Columns
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.packed.storage import pack_sparse
@@ -83,7 +84,7 @@ class SparseLowRankLinear(nn.Module):
     @classmethod
     def from_decomposition(
         cls, result: Decomposition, bias: Tensor | None, pattern: str
-    ) -> "SparseLowRankLinear":
+    ) -> Self:
         """Make the layer of a decomposition, in its dtype and on its device.
 
         Args:
@@ -140,6 +141,25 @@ class SparseLowRankLinear(nn.Module):
     def unpacked(self) -> Tensor:
         """S: (out, in), a new tensor at each call."""
         return self.spec.unpack(self.tensors())
+
+    def rows(self, selected: Tensor) -> Tensor:
+        """Some rows of a complete S on a grid: indices (rows,) → (rows, in).
+
+        A kernel keeps the codes that it holds.
+        """
+        if self.unpacked_copy is not None:
+            return self.unpacked_copy[selected]
+        tensors: dict[str, Tensor] = {}
+        for name in self.spec.sparse_tensors():
+            stored = getattr(self, name)
+            if stored is None:
+                assert isinstance(self.kernel, Int4Kernel)
+                tensors[name] = self.kernel.packed_rows(selected)
+            else:
+                tensors[name] = stored[selected]
+        shape = (len(selected), self.in_features)
+        spec = dataclasses.replace(self.spec, shape=shape, nonzeros=shape[0] * shape[1])
+        return spec.unpack(tensors)
 
     def support(self) -> Tensor:
         """The positions of the stored values, which are in row-major order: (out, in) bool. Not for

@@ -171,6 +171,24 @@ def codes_in_file_order(packed: Tensor) -> Tensor:
     return codes
 
 
+def codes_of_rows(packed: Tensor, rows: Tensor) -> Tensor:
+    """The codes of some rows, uint8 (rows, in), of uint8 (out, in/2) in a CPU's order."""
+    out, octets = packed.shape
+    block = rows_of_block()
+    whole = out - out % block
+    in_block = rows < whole
+    # The rows from `whole` on are one block, in which neighbouring rows share a byte.
+    first = torch.where(in_block, rows - rows % block, whole)
+    half = torch.where(in_block, block // 2, (out - whole) // 2)
+    row = rows - first
+    column = torch.where(in_block, row % (block // 2), row // 2)
+    is_high = torch.where(in_block, row // (block // 2), row % 2)
+    start = first * octets + column
+    inputs = torch.arange(2 * octets, device=packed.device)
+    codes = packed.flatten()[start.unsqueeze(1) + half.unsqueeze(1) * inputs]
+    return codes >> (4 * is_high).to(torch.uint8).unsqueeze(1) & 15
+
+
 def rows_of_block() -> int:
     """The rows that a CPU's order of codes interleaves."""
     return BLOCKS[torch.backends.cpu.get_cpu_capability()]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hasslefree.packed.kernels import backends, ops
 from hasslefree.packed.kernels.arrays import FactorArrays, LayerArrays, is_traced, takes_few
-from hasslefree.packed.kernels.int4 import CUDA_TOKENS, Int4, codes_in_file_order
+from hasslefree.packed.kernels.int4 import CUDA_TOKENS, Int4, codes_in_file_order, codes_of_rows
 from hasslefree.packed.layouts import PackedGroups
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.packed.storage import pack_codes, unpack_codes
@@ -211,6 +211,11 @@ class Int4Kernel:
         if backends.HAS_NUMBA and factors is not None:
             u, v = factors
             self.factors = FactorArrays(u.contiguous(), v.contiguous(), layer.bias)
+
+    def packed_rows(self, selected: Tensor) -> Tensor:
+        """Rows of the buffer `weight_packed` that the kernel has taken: (rows,) → (rows, words)."""
+        assert self.operands is not None
+        return pack_codes(codes_of_rows(self.operands.codes, selected), 4)
 
     def release(self, layer: "SparseLowRankLinear") -> None:
         if self.operands is None:

@@ -1,0 +1,145 @@
+"""The matrices at the ends of a model: those of the input embedding and of the output head, which
+may be one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hasslefree.models.sites import is_matrix
+from hasslefree.packed.embedding import PackedEmbedding, TiedHead
+from hasslefree.packed.linear import SparseLowRankLinear
+from hasslefree.packed.spec import LayerSpec
+
+# Reasons for a matrix to stay dense.
+NO_LOOK_UP = "its module does more than look up rows"
+NO_PRODUCT = "its module does more than multiply"
+
+
+@dataclass(frozen=True)
+class End:
+    """A matrix (vocabulary, hidden).
+
+    Args:
+        embedding: the name of the module that looks up its rows, or None.
+        head: the name of the module that multiplies by it, or None.
+        shape: (vocabulary, hidden).
+        dtype: of the dense model.
+        obstacle: the reason for which the matrix stays dense; None if it can be compressed.
+    """
+
+    embedding: str | None
+    head: str | None
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    obstacle: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the modules that use the matrix, that of the embedding first."""
+        return tuple(name for name in (self.embedding, self.head) if name is not None)
+
+    @property
+    def name(self) -> str:
+        """The name of the module that stores the matrix: the embedding, if the head is tied."""
+        return self.names[0]
+
+    @property
+    def kind(self) -> type[SparseLowRankLinear]:
+        """The class of the compressed layer."""
+        if self.embedding is None:
+            return SparseLowRankLinear
+        return PackedEmbedding
+
+    def empty_layer(self, model: nn.Module, spec: LayerSpec) -> SparseLowRankLinear:
+        """A compressed layer for the matrix, without values."""
+        module: Any = model.get_submodule(self.name)
+        weight = module.weight
+        has_bias = getattr(module, "bias", None) is not None
+        return self.kind(spec, has_bias, weight.dtype, weight.device)
+
+    def replace(self, model: nn.Module, layer: SparseLowRankLinear) -> None:
+        """Let a compressed layer take the place of the matrix; a tied head shares it."""
+        if isinstance(layer, PackedEmbedding) and self.head is not None:
+            head: Any = model.get_submodule(self.head)
+            model.set_submodule(self.head, TiedHead(layer, head.bias))
+        model.set_submodule(self.name, layer)
+        untie(model, [f"{name}.weight" for name in self.names])
+
+
+def untie(model: Any, names: list[str]) -> None:
+    """Let transformers tie these parameters no more: they are gone."""
+    for prefix, module in model.named_modules():
+        start = f"{prefix}." if prefix else ""
+        for attribute in ("all_tied_weights_keys", "_tied_weights_keys"):
+            ties = getattr(module, attribute, None)
+            if ties:
+                left = {name: ties[name] for name in ties if start + name not in names}
+                setattr(module, attribute, left)
+
+
+def find_ends(model: Any) -> tuple[End, ...]:
+    """Find the matrices of the input embedding and of the output head, or the one of both."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    embedding = end_of(modules, input_embeddings(model), is_embedding=True)
+    head = end_of(modules, model.get_output_embeddings(), is_embedding=False)
+    ends = [end for end in (embedding, head) if end is not None]
+    if embedding and head and head.name in sharing(model, embedding.name):
+        obstacle = embedding.obstacle or head.obstacle
+        ends = [End(embedding.name, head.name, embedding.shape, embedding.dtype, obstacle)]
+    return tuple([with_sharing(model, end) for end in ends])
+
+
+def input_embeddings(model: Any) -> nn.Module | None:
+    """The module of the input embeddings, if the model's class knows it."""
+    try:
+        module: nn.Module | None = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return module
+
+
+def end_of(
+    modules: Mapping[str, nn.Module], wanted: nn.Module | None, is_embedding: bool
+) -> End | None:
+    """The matrix of an embedding or of a head; None if the model has no such matrix.
+
+    Args:
+        modules: of the model, with all their names.
+    """
+    names = [name for name, module in modules.items() if module is wanted]
+    weight = getattr(wanted, "weight", None)
+    if not names or not isinstance(weight, nn.Parameter) or weight.ndim != 2:
+        return None
+    rows, width = weight.shape
+    if is_embedding:
+        obstacle = None if looks_up(wanted) else NO_LOOK_UP
+        return End(names[0], None, (rows, width), weight.dtype, obstacle)
+    obstacle = None if is_matrix(wanted) and isinstance(wanted, nn.Linear) else NO_PRODUCT
+    return End(None, names[0], (rows, width), weight.dtype, obstacle)
+
+
+def looks_up(module: Any) -> bool:
+    """Return True if a module looks up rows of its weight, as they are."""
+    is_plain = type(module).forward is nn.Embedding.forward
+    return is_plain and module.max_norm is None
+
+
+def sharing(model: Any, name: str) -> set[str]:
+    """The names of other modules whose weight is that of the module of this name."""
+    ties = model.all_tied_weights_keys
+    weight = f"{name}.weight"
+    source = ties.get(weight, weight)
+    tied = {source, *(other for other, its_source in ties.items() if its_source == source)}
+    return {other.removesuffix(".weight") for other in tied - {weight}}
+
+
+def with_sharing(model: Any, end: End) -> End:
+    """The matrix, with an obstacle if modules that are no ends share it."""
+    others = sharing(model, end.name) - set(end.names)
+    if not others or end.obstacle:
+        return end
+    return End(end.embedding, end.head, end.shape, end.dtype, f"{', '.join(sorted(others))} share it")

@@ -1,0 +1,98 @@
+"""An embedding whose matrix is on a grid, and an output head that shares the matrix."""
+
+import torch
+from torch import Tensor, nn
+
+from hasslefree.errors import GridError
+from hasslefree.packed.linear import SparseLowRankLinear
+from hasslefree.packed.spec import LayerSpec
+
+
+class PackedEmbedding(SparseLowRankLinear):
+    """Look up rows of a matrix (vocabulary, hidden) that is stored as the S of a compressed layer.
+
+    Only the rows that are looked up are unpacked. `multiply` is the product of a compressed layer,
+    for a head that shares the matrix: both use one copy of the codes.
+
+    Args:
+        spec: of a complete matrix on a grid, without L.
+        bias: False; an embedding has none.
+        dtype, device: as for `SparseLowRankLinear`.
+
+    Raises:
+        GridError: the rows of such a matrix cannot be unpacked one by one.
+    """
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        bias: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
+        check_rows(spec)
+        super().__init__(spec, bias, dtype, device)
+        self.num_embeddings, self.embedding_dim = spec.shape
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids: (...) → (..., hidden)."""
+        if not ids.numel():
+            return self.weight.new_empty(*ids.shape, self.embedding_dim)
+        return self.rows(ids.flatten()).view(*ids.shape, self.embedding_dim)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """x: (..., hidden) → (..., vocabulary)."""
+        return super().forward(x)
+
+
+class TiedHead(nn.Module):
+    """An output head that multiplies by the matrix of the embedding.
+
+    Args:
+        embedding: it stores the matrix.
+        bias: of the head, (vocabulary,), or None.
+    """
+
+    def __init__(self, embedding: PackedEmbedding, bias: nn.Parameter | None):
+        super().__init__()
+        # In a tuple, so that it is no submodule: its tensors have one name.
+        self.shared = (embedding,)
+        self.register_parameter("bias", bias)
+
+    @property
+    def embedding(self) -> PackedEmbedding:
+        """The module that stores the matrix."""
+        return self.shared[0]
+
+    @property
+    def weight(self) -> Tensor:
+        """As `SparseLowRankLinear.weight`."""
+        return self.embedding.weight
+
+    @property
+    def in_features(self) -> int:
+        return self.embedding.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.embedding.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., hidden) → (..., vocabulary)."""
+        y = self.embedding.multiply(x)
+        if self.bias is None:
+            return y
+        return y + self.bias
+
+
+def check_rows(spec: LayerSpec) -> None:
+    """Raise a GridError unless each row of a matrix is stored by itself: complete, on a grid whose
+    zeros are not packed along the rows, without L.
+    """
+    grid = spec.grid
+    if spec.pattern == "dense" and grid and (grid.offset or grid.symmetric) and not spec.rank:
+        return
+    raise GridError(
+        f"an embedding is stored on a symmetric grid, or one with offsets, without L, and this is"
+        f" {spec.kind}, rank {spec.rank}"
+    )

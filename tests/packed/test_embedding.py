@@ -1,0 +1,118 @@
+"""An embedding that is stored as codes, and the head that shares them."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from hasslefree import Grid, JointOnGrid, decompose
+from hasslefree.core.low_rank import LowRank
+from hasslefree.core.protocols import Decomposition
+from hasslefree.errors import GridError
+from hasslefree.packed.embedding import PackedEmbedding, TiedHead
+from hasslefree.packed.kernels.int4 import codes_of_rows, without_cpu
+from hasslefree.packed.linear import use_backend
+
+GRIDS = {
+    "3 bits": Grid(3, 16, offset=True),
+    "4 bits": Grid(4, 32, offset=True),
+    "6 bits, symmetric": Grid(6, 32, symmetric=True),
+    "8 bits in rows": Grid(8, None, offset=True),
+}
+grids = pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS.keys())
+# With torch's operators for 4 bits, the last 16 of 208 rows are no whole block of their order.
+ROWS = 208
+
+
+def embedding(grid: Grid, dtype: torch.dtype = torch.float32) -> tuple[PackedEmbedding, torch.Tensor]:
+    """An embedding of rows of 64, and by the definition of its grid, in float64, its matrix."""
+    matrix = torch.randn(ROWS, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    result = decompose(matrix, pattern="dense", rank=0, method=JointOnGrid(grid, passes=1, ranges=2))
+    layer = PackedEmbedding.from_decomposition(result, None, "dense")
+    scaling = result.quantised.scaling
+    width = 64 // scaling.scale.shape[1]
+    scale, zero = (numbers.double().repeat_interleave(width, 1) for numbers in (scaling.scale, scaling.zero))
+    codes = result.quantised.codes.double()
+    if grid.offset:
+        return layer, codes * scale + zero
+    return layer, (codes - zero) * scale
+
+
+def ids() -> torch.Tensor:
+    """Of all rows, in an order of its own, with repetitions: (2, 150)."""
+    return torch.randint(0, ROWS, (2, 150), generator=torch.Generator().manual_seed(1))
+
+
+@grids
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_those_of_the_matrix(grid, dtype):
+    """Oracle: the definition of the grid in float64, rounded once."""
+    layer, matrix = embedding(grid, dtype)
+    assert torch.equal(layer(ids()), matrix.to(dtype)[ids()])
+    assert layer(torch.zeros(3, 0, dtype=torch.long)).shape == (3, 0, 64)
+    use_backend(layer, "unpacked")
+    assert torch.equal(layer(ids()), matrix.to(dtype)[ids()])
+
+
+@grids
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tied_head_multiplies_by_the_same_codes(grid, dtype):
+    """Oracle: the matrix in float64. Rows are looked up before the product and after it, when a kernel may hold the
+    codes.
+    """
+    layer, matrix = embedding(grid, dtype)
+    bias = nn.Parameter(torch.randn(ROWS).to(dtype))
+    head = TiedHead(layer, bias)
+    x = torch.randn(2, 3, 64).to(dtype)
+    with torch.no_grad():
+        found = head(x)
+        assert torch.equal(layer(ids()), matrix.to(dtype)[ids()])
+    expected = x.double() @ matrix.T + bias.double()
+    assert (found - expected).norm() <= 4 * torch.finfo(dtype).eps * expected.norm()
+    if grid.bits == 4 and dtype == torch.bfloat16 and without_cpu() is None:
+        assert layer._buffers["weight_packed"] is None, "one copy of the codes is in memory"
+    assert list(head.state_dict()) == ["bias"]
+
+
+def test_a_copy_of_a_model_has_a_tied_head_of_its_own():
+    layer, _ = embedding(GRIDS["4 bits"], torch.bfloat16)
+    model = nn.ModuleDict({"embedding": layer, "head": TiedHead(layer, None)})
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert copied["head"].embedding is copied["embedding"]
+        assert copied["embedding"] is not layer
+        assert torch.equal(copied["embedding"](ids()), layer(ids()))
+
+
+def test_gradients_reach_the_scales():
+    """Oracle: the derivative of Σ row is Σ codes of the group, by the definition of the grid."""
+    layer, matrix = embedding(GRIDS["4 bits"])
+    layer(torch.tensor([5, 5, 7])).sum().backward()
+    groups = matrix.view(ROWS, 2, 32)
+    scale = layer.weight_scale.detach().double()
+    codes = (groups - layer.weight_offset.detach().double().unsqueeze(-1)).sum(-1) / scale
+    expected = torch.zeros_like(codes)
+    expected[5] = 2 * codes[5]
+    expected[7] = codes[7]
+    torch.testing.assert_close(layer.weight_scale.grad.double(), expected, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.skipif(without_cpu() is not None, reason="torch has no operators for 4 bits here")
+@pytest.mark.parametrize("rows", [16, 64, 80, 208])
+def test_rows_in_the_order_of_torch_s_operators(rows):
+    codes = torch.randint(0, 16, (rows, 64), dtype=torch.uint8)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+    selected = torch.randint(0, rows, (100,))
+    assert torch.equal(codes_of_rows(packed, selected), codes[selected])
+
+
+@pytest.mark.parametrize("grid", [None, Grid(4, 32)], ids=["values", "whole zeros"])
+def test_rows_that_are_not_stored_one_by_one_are_refused(grid):
+    matrix = torch.randn(16, 64)
+    if grid is None:
+        result = Decomposition(matrix, LowRank(matrix[:, :0], matrix[:0]), 0.0, 0.0, ())
+    else:
+        result = decompose(matrix, pattern="dense", rank=0, method=JointOnGrid(grid))
+    with pytest.raises(GridError, match="an embedding is stored on a symmetric grid, or one with offsets"):
+        PackedEmbedding.from_decomposition(result, None, "dense")
