@@ -31,7 +31,7 @@ def uniform(recipe):
     blocks = find_blocks(build("llama"))
     resolved = recipe.resolve(with_text=False)
     plan = make_plan(select(blocks, resolved), resolved)
-    return {f"{blocks.prefix(i)}.{name}": layer for i, plans in enumerate(plan) for name, layer in plans.items()}
+    return {f"{blocks.prefix(i)}.{name}": layer for i, plans in enumerate(plan.blocks) for name, layer in plans.items()}
 
 
 @pytest.mark.parametrize("recipe", BY_ERROR, ids=["2:4", "unstructured", "2:4, int8 factors"])

@@ -59,7 +59,7 @@ def test_it_is_the_mean_square_of_what_moves_the_labels_likelihood(family, place
     model, tokens = build(family), segments(4, 16)
     found = look(model, tokens, tmp_path, place)
     blocks = find_blocks(model)
-    assert sum(map(len, found)) == sum(map(len, plan_of(model))) > 7
+    assert sum(map(len, found)) == sum(map(len, plan_of(model).blocks)) > 7
     sites = {f"{blocks.prefix(i)}.{n}": s for i, b in enumerate(blocks.modules) for n, s in find_sites(b).items()}
     x, y = {}, {}
     handles = [site.on_input(lambda rows, name=name: x.setdefault(name, rows)) for name, site in sites.items()]

@@ -44,7 +44,7 @@ def within(size, **fields):
 
 
 def bits_and_rank(plan):
-    [found] = {(layer.grid.bits, layer.rank) for plans in plan for layer in plans.values()}
+    [found] = {(layer.grid.bits, layer.rank) for plans in plan.blocks for layer in plans.values()}
     return found
 
 
@@ -100,7 +100,7 @@ def test_uniform_plans_have_the_largest_rank_within_the_size(size):
     found = within(size)
     assert [bits_and_rank(plan)[0] for plan in found] == sorted((bits_and_rank(p)[0] for p in found), reverse=True)
     for plan in found:
-        layers = [layer for plans in plan for layer in plans.values()]
+        layers = [layer for plans in plan.blocks for layer in plans.values()]
         parsed, weights = Size.parse(size), sum(layer.dense_parameters for layer in layers)
         room = parsed.amount * weights / 8 if parsed.in_bits else parsed.amount - rest + 2 * weights
         more = sum(2 * 8 * sum(layer.shape) for layer in layers)
@@ -180,7 +180,7 @@ def test_plan_says_what_compress_does(text, tmp_path):
     out = tmp_path / "out"
     model = build("llama", torch.bfloat16)
     report = hasslefree.compress(model, out, recipe, tokenizer=Words())
-    planned = [(layer.grid, layer.rank) for plans in dealt.plan for layer in plans.values()]
+    planned = [(layer.grid, layer.rank) for plans in dealt.plan.blocks for layer in plans.values()]
     assert sorted(map(str, planned)) == sorted(str((layer.spec.grid, layer.spec.rank)) for layer in report.layers)
     assert stored(out) == dealt.bytes <= 24_000
     assert sum(report.sensitivities.values()) > 0

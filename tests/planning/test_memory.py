@@ -29,7 +29,7 @@ from hasslefree.planning.memory import (
     states_bytes,
     total,
 )
-from hasslefree.planning.plan import bytes_of, bytes_on_disk
+from hasslefree.planning.plan import bytes_on_disk
 from hasslefree.planning.schedule import segments_for
 from hasslefree.planning.setup import setup_of
 from hasslefree.planning.tables import plan_summary, plan_table
@@ -265,7 +265,7 @@ def test_what_prediction_matching_holds_counts_and_has_a_remedy(tmp_path, free, 
     setup = planned(tmp_path / "model", TRAINED, storage="disk", num_hidden_layers=8)
     terms = estimate(setup).ram
     assert terms[MASTERS] == 4 * 4 * sum(layer.parameters for layer in setup.layers)
-    assert terms[TRAINING] > bytes_of(setup.plan)
+    assert terms[TRAINING] > setup.plan.size
     free(peak_without(setup, TRAINING, MASTERS, PREFETCH))
     with pytest.raises(MemoryShortError, match="it fits with match_predictions=0, which keeps one block in memory"):
         check_memory(setup)

@@ -44,7 +44,7 @@ def layers_of(model, **fields):
     resolved = Recipe(**fields).resolve(with_text=False)
     selection = select(find_blocks(model), resolved)
     plan = plan_of(model, selection, resolved)
-    named = {f"{i}.{name}": layer for i, layers in enumerate(plan) for name, layer in layers.items()}
+    named = {f"{i}.{name}": layer for i, layers in enumerate(plan.blocks) for name, layer in layers.items()}
     return selection.dense, named
 
 
@@ -132,4 +132,4 @@ def test_the_plan_is_made_from_shapes():
     with torch.device("meta"):
         model = build("llama")
     resolved = Recipe(rank=2).resolve(with_text=False)
-    assert sum(map(len, make_plan(select(find_blocks(model), resolved), resolved))) == 14
+    assert len(make_plan(select(find_blocks(model), resolved), resolved).layers) == 14

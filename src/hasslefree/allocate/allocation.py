@@ -1,5 +1,6 @@
 """A plan that is not uniform: the sensitivity of each layer decides its share of one budget."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ from hasslefree.allocate.options import Options, budget_options, grid_options
 from hasslefree.allocate.sensitivity import ProbedLayer, sensitivities
 from hasslefree.distributed import World
 from hasslefree.models.walk import Walk
-from hasslefree.planning.plan import LayerPlan, Plan, bytes_of
+from hasslefree.planning.plan import LayerPlan, Plan
 from hasslefree.recipe.resolve import Resolved
 
 
@@ -54,7 +55,7 @@ class Allocation:
     def divergence(self, plan: Plan) -> float:
         """The estimated divergence of predictions with a plan, summed over layers, in nats."""
         total = 0.0
-        for choices, plans in zip(self.choices, plan, strict=True):
+        for choices, plans in zip(self.choices, plan.blocks, strict=True):
             for name, choice in choices.items():
                 total += choice.loss(plans[name])
         return total
@@ -106,7 +107,9 @@ def by_sensitivity(
         for name, (options, sensitivity) in layers.items():
             choices[index][name] = LayerChoice(options, sensitivity)
             by_name[f"{walk.blocks.prefix(index)}.{name}"] = sensitivity
-    return Allocation(allocated(choices, room), by_name, inspection.output_weights, choices)
+    room -= sum(end.size for end in plan.ends.values())
+    dealt = dataclasses.replace(plan, blocks=allocated(choices, room).blocks)
+    return Allocation(dealt, by_name, inspection.output_weights, choices)
 
 
 def allocated(choices: Choices, room: int) -> Plan:
@@ -117,16 +120,16 @@ def allocated(choices: Choices, room: int) -> Plan:
             for axis, ladder in choice.options.ladders.items():
                 ladders[index, name, axis] = ladder.scaled(choice.sensitivity)
     bottom = plan_after(choices, dict.fromkeys(ladders, 0))
-    least = bytes_of(bottom)
+    least = bottom.size
     return plan_after(choices, greedy_allocate(ladders, room - least))
 
 
 def plan_after(choices: Choices, steps: Mapping[tuple[int, str, str], int]) -> Plan:
     """The plan after a number of steps. steps: by block, layer and ladder."""
-    plan: Plan = []
+    blocks: list[dict[str, LayerPlan]] = []
     for index, layers in enumerate(choices):
-        plan.append({})
+        blocks.append({})
         for name, choice in layers.items():
             taken = {axis: steps[index, name, axis] for axis in choice.options.ladders}
-            plan[index][name] = choice.options.plan(taken)
-    return plan
+            blocks[index][name] = choice.options.plan(taken)
+    return Plan(blocks)

@@ -41,19 +41,19 @@ def by_outliers(
     hidden = walk.entering(segments)
     shares: list[float] = []
     sizes: list[int] = []
-    for visit in walk.phases.counted(ALLOCATION, walk.visits(hidden), len(plan), "blocks"):
-        plans = plan[visit.index]
+    for visit in walk.phases.counted(ALLOCATION, walk.visits(hidden), len(plan.blocks), "blocks"):
+        plans = plan.blocks[visit.index]
         shares.append(block_outliers(visit, plans, hidden, world))
         sizes.append(sum(layer.dense_parameters for layer in plans.values()))
     changes = owl_changes(resolved.budget, shares, sizes)
-    allocated: Plan = []
+    allocated: list[dict[str, LayerPlan]] = []
     for index, change in enumerate(changes):
         changed = dataclasses.replace(resolved, budget=change)
         allocated.append({})
-        for name, layer in plan[index].items():
+        for name, layer in plan.blocks[index].items():
             matrix = Matrix(name, layer.shape, layer.dtype)
             allocated[index][name] = plan_layer(walk.blocks, index, matrix, changed)
-    return Allocation(allocated)
+    return Allocation(Plan(allocated, plan.ends))
 
 
 def owl_changes(

@@ -98,11 +98,11 @@ def sensitivities(
 
     segments: of this process. seed: of the labels.
     """
-    measured: list[dict[str, tuple[T, float]]] = [{} for _ in plan]
+    measured: list[dict[str, tuple[T, float]]] = [{} for _ in plan.blocks]
     visits = backwards(walk, segments, world, seed)
-    for backward in walk.phases.counted(ALLOCATION, visits, len(plan), "blocks"):
+    for backward in walk.phases.counted(ALLOCATION, visits, len(plan.blocks), "blocks"):
         index = backward.visit.index
-        measured[index] = block_sensitivities(backward, plan[index], world, inspect)
+        measured[index] = block_sensitivities(backward, plan.blocks[index], world, inspect)
     return measured
 
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from hasslefree.errors import ModelError, option
 from hasslefree.exports.template import Template
 from hasslefree.models.blocks import find_blocks, head_unit
+from hasslefree.models.ends import find_ends
 from hasslefree.models.experts import experts_of, fuse_experts, split_experts
 from hasslefree.models.load import auto_class
 from hasslefree.models.sites import find_sites
@@ -78,7 +79,11 @@ def make_plain(model: PreTrainedModel, weight_of: Callable[[SparseLowRankLinear]
         original = auto_class(model.config).from_config(model.config)
     split_experts(original)
     sites = find_sites(original)
+    ends = {end.name: end for end in find_ends(original)}
     for name, layer in compressed_layers(model).items():
+        if name in ends:
+            ends[name].restore(model, original, weight_of(layer).detach())
+            continue
         site = sites[name]
         site.set_weight(weight_of(layer).detach(), layer.bias)
         site.module.train(model.training)

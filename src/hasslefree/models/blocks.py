@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from hasslefree.errors import ModelError
+from hasslefree.models.ends import End, find_ends, input_embeddings
 from hasslefree.models.sites import find_sites
 
 # A list of blocks has at least this share of the parameters of the largest list.
@@ -21,11 +22,13 @@ class Blocks:
         name: of the module list.
         modules: the blocks in order.
         shared: the names of parameters that several blocks have.
+        ends: the matrices of the embedding and the head.
     """
 
     name: str
     modules: tuple[nn.Module, ...]
     shared: frozenset[str] = frozenset()
+    ends: tuple[End, ...] = ()
 
     def prefix(self, index: int) -> str:
         return f"{self.name}.{index}"
@@ -54,7 +57,8 @@ def find_blocks(model: nn.Module) -> Blocks:
         if lists:
             large = [name for name in lists if sizes[name] >= LARGE * max(sizes.values())]
             name = min(large, key=lambda name: (name.count("."), -sizes[name]))
-            return Blocks(name, tuple(lists[name]), shared_parameters(model, name))
+            shared = shared_parameters(model, name)
+            return Blocks(name, tuple(lists[name]), shared, find_ends(model))
     raise ModelError(
         f"{type(model).__name__} has no list of blocks with linear layers; hasslefree compresses"
         " causal language models"
@@ -86,10 +90,7 @@ def around(model: Any) -> list[str]:
     """The names of the modules that hold the input embeddings: the innermost first, the model, "",
     last.
     """
-    try:
-        embeddings = model.get_input_embeddings()
-    except (AttributeError, NotImplementedError):
-        embeddings = None
+    embeddings = input_embeddings(model)
     holder = ""
     for name, module in model.named_modules():
         if module is embeddings:

@@ -2,12 +2,13 @@
 may be one.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hasslefree.models.sites import is_matrix
 from hasslefree.packed.embedding import PackedEmbedding, TiedHead
@@ -69,6 +70,25 @@ class End:
         model.set_submodule(self.name, layer)
         untie(model, [f"{name}.weight" for name in self.names])
 
+    def restore(self, model: Any, original: nn.Module, weight: Tensor) -> None:
+        """Put the dense modules back in the place of the compressed matrix.
+
+        Args:
+            original: a model of the same class without values.
+            weight: the matrix, (vocabulary, hidden).
+        """
+        parameter = nn.Parameter(weight)
+        for name in self.names:
+            module: Any = original.get_submodule(name)
+            module.weight = parameter
+            bias = getattr(model.get_submodule(name), "bias", None)
+            if bias is not None:
+                module.bias = bias
+            model.set_submodule(name, module.train(model.training))
+        for module in model.modules():
+            if module.__dict__.pop("_tied_weights_keys", None) is not None:
+                module.all_tied_weights_keys = module.get_expanded_tied_weights_keys()
+
 
 def untie(model: Any, names: list[str]) -> None:
     """Let transformers tie these parameters no more: they are gone."""
@@ -89,7 +109,7 @@ def find_ends(model: Any) -> tuple[End, ...]:
     ends = [end for end in (embedding, head) if end is not None]
     if embedding and head and head.name in sharing(model, embedding.name):
         obstacle = embedding.obstacle or head.obstacle
-        ends = [End(embedding.name, head.name, embedding.shape, embedding.dtype, obstacle)]
+        ends = [dataclasses.replace(embedding, head=head.name, obstacle=obstacle)]
     return tuple([with_sharing(model, end) for end in ends])
 
 
@@ -118,7 +138,8 @@ def end_of(
     if is_embedding:
         obstacle = None if looks_up(wanted) else NO_LOOK_UP
         return End(names[0], None, (rows, width), weight.dtype, obstacle)
-    obstacle = None if is_matrix(wanted) and isinstance(wanted, nn.Linear) else NO_PRODUCT
+    multiplies = isinstance(wanted, nn.Linear) and is_matrix(wanted)
+    obstacle = None if multiplies else NO_PRODUCT
     return End(None, names[0], (rows, width), weight.dtype, obstacle)
 
 
@@ -142,4 +163,4 @@ def with_sharing(model: Any, end: End) -> End:
     others = sharing(model, end.name) - set(end.names)
     if not others or end.obstacle:
         return end
-    return End(end.embedding, end.head, end.shape, end.dtype, f"{', '.join(sorted(others))} share it")
+    return dataclasses.replace(end, obstacle=f"{', '.join(sorted(others))} share it")

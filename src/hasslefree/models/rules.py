@@ -5,7 +5,7 @@ dense.
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 
 from hasslefree.errors import ModelError, option
 from hasslefree.models.blocks import Blocks
+from hasslefree.models.ends import End
 from hasslefree.models.experts import SplitExperts
 from hasslefree.models.sites import find_sites
 
@@ -52,11 +53,13 @@ class Selection:
         blocks: the blocks of the model.
         sites: for each block, the matrices to compress by their name in the block.
         dense: the full name of each matrix that stays dense, with the reason.
+        ends: the embedding and the head to compress, by their full names.
     """
 
     blocks: Blocks
     sites: tuple[dict[str, Matrix], ...]
     dense: dict[str, str]
+    ends: dict[str, End] = field(default_factory=dict)
 
     @property
     def automatically_dense(self) -> list[str]:
@@ -202,7 +205,8 @@ def select_sites(blocks: Blocks, leave_dense: Collection[str] = ()) -> Selection
         ModelError: a large weight is no linear layer and is not excluded, a glob matches nothing,
             or no layer is left to compress.
     """
-    unused = set(leave_dense)
+    end_names = [name for end in blocks.ends for name in end.names]
+    unused = {glob for glob in leave_dense if not matches_any(end_names, [glob])}
     dense: dict[str, str] = {}
     selected = []
     unsupported = []
@@ -226,10 +230,37 @@ def select_sites(blocks: Blocks, leave_dense: Collection[str] = ()) -> Selection
         raise unsupported_weights(unsupported)
     if unused:
         globs = " ".join(sorted(unused))
-        raise ModelError(f"{option('leave_dense', globs)} matches no layer of {blocks.name}")
+        raise ModelError(
+            f"{option('leave_dense', globs)} matches no layer of {blocks.name}, and neither"
+            " embedding nor head"
+        )
     if not any(selected):
         raise nothing_selected(dense)
     return Selection(blocks, tuple(selected), dense)
+
+
+def select_ends(
+    blocks: Blocks, leave_dense: Collection[str] = ()
+) -> tuple[dict[str, End], dict[str, str]]:
+    """The embedding and the head to compress, by name; and the reason for each that stays dense.
+
+    A glob that matches one of a tied pair excludes the matrix of both.
+    """
+    ends: dict[str, End] = {}
+    dense: dict[str, str] = {}
+    for end in blocks.ends:
+        if matches_any(end.names, leave_dense):
+            dense[end.name] = EXCLUDED
+        elif end.obstacle is not None:
+            dense[end.name] = end.obstacle
+        else:
+            ends[end.name] = end
+    return ends, dense
+
+
+def matches_any(names: Iterable[str], globs: Collection[str]) -> bool:
+    """Return True if a glob matches one of the names."""
+    return any(fnmatchcase(name, glob) for name in names for glob in globs)
 
 
 def reason_for(view: BlockView, matrix: Candidate) -> str | None:

@@ -1,8 +1,8 @@
 """Run a model from its first block to the last, with one block in memory at a time."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -50,6 +50,7 @@ class Walk:
         calls: how the model calls each block.
         storage, folder: as for `Activations`.
         phases: in which blocks are counted.
+        rounded: the values of embedding and head in the compressed model, by parameter.
     """
 
     model: PreTrainedModel
@@ -59,6 +60,7 @@ class Walk:
     storage: str = "device"
     folder: Path = Path()
     phases: Phases = field(default_factory=Phases)
+    rounded: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def open(
@@ -93,11 +95,20 @@ class Walk:
             return math.prod(call.shape)
         return None
 
-    def outside(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def outside(self, dense: bool = False) -> Iterator[None]:
         """Within it, the modules outside the blocks are in memory: embeddings, the last norm, the
         output head.
+
+        Args:
+            dense: with the dense values of embedding and head, even if there are `rounded` ones.
         """
-        return self.weights.present(outside(self.model, self.blocks))
+        with self.weights.present(outside(self.model, self.blocks)):
+            if dense or not self.rounded:
+                yield
+                return
+            with values_replaced(self.model, self.rounded):
+                yield
 
     def outer(self) -> list[nn.Module]:
         """The modules outside the blocks."""
@@ -140,3 +151,17 @@ class Walk:
             block = self.blocks.modules[index]
             with self.weights.present(block.modules, self.blocks.part(index - 1)):
                 yield Visit(index, self.blocks.prefix(index), block, self.calls[index])
+
+
+@contextmanager
+def values_replaced(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within it, parameters have other values, by their names. Gradients must not outlive it."""
+    parameters = {name: model.get_parameter(name) for name in values}
+    before = {name: parameter.data for name, parameter in parameters.items()}
+    try:
+        for name, parameter in parameters.items():
+            parameter.data = values[name]
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            parameter.data = before[name]

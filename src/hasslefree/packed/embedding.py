@@ -53,10 +53,14 @@ class TiedHead(nn.Module):
         bias: of the head, (vocabulary,), or None.
     """
 
+    bias: nn.Parameter | None
+
     def __init__(self, embedding: PackedEmbedding, bias: nn.Parameter | None):
         super().__init__()
         # In a tuple, so that it is no submodule: its tensors have one name.
         self.shared = (embedding,)
+        self.in_features = embedding.in_features
+        self.out_features = embedding.out_features
         self.register_parameter("bias", bias)
 
     @property
@@ -68,14 +72,6 @@ class TiedHead(nn.Module):
     def weight(self) -> Tensor:
         """As `SparseLowRankLinear.weight`."""
         return self.embedding.weight
-
-    @property
-    def in_features(self) -> int:
-        return self.embedding.in_features
-
-    @property
-    def out_features(self) -> int:
-        return self.embedding.out_features
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., hidden) → (..., vocabulary)."""

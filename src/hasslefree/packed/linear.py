@@ -82,9 +82,7 @@ class SparseLowRankLinear(nn.Module):
                 self.register_parameter(name, None)
 
     @classmethod
-    def from_decomposition(
-        cls, result: Decomposition, bias: Tensor | None, pattern: str
-    ) -> Self:
+    def from_decomposition(cls, result: Decomposition, bias: Tensor | None, pattern: str) -> Self:
         """Make the layer of a decomposition, in its dtype and on its device.
 
         Args:

@@ -22,13 +22,13 @@ from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import resolve_device
 from hasslefree.models.tokenizer import load_tokenizer
+from hasslefree.models.weights import Weights
 from hasslefree.pipeline.inputs import check_segments, draw, open_model
 from hasslefree.pipeline.preflight import preflight
 from hasslefree.planning.advice import Advice
 from hasslefree.planning.duration import seconds_by_phase
 from hasslefree.planning.machine import memory_reused
 from hasslefree.planning.plan import (
-    bytes_of,
     layer_room,
     select,
     uniform_plans,
@@ -77,11 +77,12 @@ def advise(
             name, loaded, tokenizer = open_model(
                 model, recipe.dtype, Path(scratch), tokenizer, trust_remote_code
             )
+        weights = Weights(loaded, target)  # it finds out which weights are tied
         blocks = find_blocks(loaded)
         uniform = uniform_plans(loaded, select(blocks, resolved), resolved)
         # Before any block is read: tied weights are counted once.
         room = layer_room(loaded, uniform[0], resolved)
-        dense = weights_on_disk(loaded, uniform[0]) - bytes_of(uniform[0])
+        dense = weights_on_disk(loaded, uniform[0]) - uniform[0].size
         tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
         segments = draw(loaded, tokenizer, resolved, phases, target).to(target)
         check_segments(loaded, segments, ALONE)
@@ -89,6 +90,6 @@ def advise(
         samples, seqlen = segments.shape
         setup = Setup(loaded, blocks, uniform[0], untrained, samples, seqlen, target, activations)
         phases.expected = seconds_by_phase(setup, without=(INPUTS, SOLVING))
-        walk, _ = preflight(setup, segments, phases, Path(scratch))
+        walk, _ = preflight(setup, weights, segments, phases, Path(scratch))
         dealt = by_sensitivity(walk, uniform[0], resolved, room, segments, ALONE)
         return [Advice.of(plan, dense, dealt.divergence(plan)) for plan in (dealt.plan, *uniform)]

@@ -33,12 +33,15 @@ from hasslefree.models.rules import by_kind
 from hasslefree.models.sites import find_sites
 from hasslefree.models.unloaded import unloaded_tensors
 from hasslefree.models.walk import Visit
+from hasslefree.pipeline.ends import compress_ends, replace_ends, stored_ends, use_ends
 from hasslefree.pipeline.held_out import Check
 from hasslefree.pipeline.job import Job
 from hasslefree.pipeline.layers import Done, Task, compress_groups
 from hasslefree.pipeline.preflight import block_tensors, outside_tensors
 from hasslefree.planning.machine import in_one_pass, room_for_sums
+from hasslefree.planning.plan import LayerPlan
 from hasslefree.progress import INPUTS, RESUMED, SOLVING, Phase
+from hasslefree.train.reference import Reference
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +50,13 @@ TIMED = 3
 
 
 def compress_blocks(
-    job: Job, allocation: Allocation, writing: Phase, check: Check | None = None
+    job: Job,
+    allocation: Allocation,
+    writing: Phase,
+    check: Check | None = None,
+    reference: Reference | None = None,
 ) -> None:
-    """Decompose, replace and write every planned layer.
+    """Decompose, replace and write every planned layer, embedding and head first.
 
     Each block gets the outputs of the compressed blocks before it. While a block is decomposed, the
     next one is read and the one before it is written; at the end, all are written.
@@ -57,15 +64,21 @@ def compress_blocks(
     Args:
         writing: the phase that counts files.
         check: it sends its text through every block before and after the compression.
+        reference: the predictions to match, if any.
     """
     walk = job.walk
     count = len(walk.blocks.modules)
-    layers = sum(len(plans) for plans in allocation.plan)
+    layers = len(allocation.plan.matrices)
     with (
         walk.phases.phase(INPUTS, layers, "layers") as collecting,
         walk.phases.phase(SOLVING, layers, "layers", running=False) as solving,
     ):
-        hidden = write_outside_and_embed(job, writing)
+        write_outside(job, allocation.plan.ends, reference, writing, solving)
+        collecting.skip(len(allocation.plan.ends))
+        with walk.outside():
+            hidden = walk.entering(job.local_segments)
+            if check is not None:
+                check.enter_again()
         visits = walk.visits(hidden, to_end=False)
         if check is not None:
             visits = check.following(visits)
@@ -75,7 +88,7 @@ def compress_blocks(
             if number == TIMED:
                 seconds_per_block = (time.perf_counter() - begun) / TIMED
                 check_time(job, seconds_per_block * (count - visit.index))
-            plans = allocation.plan[visit.index]
+            plans = allocation.plan.blocks[visit.index]
             task = Task(job, visit, plans, allocation.output_weights, collecting, solving)
             done = compress_block(task, hidden)
             if job.world.writes:
@@ -127,25 +140,44 @@ def check_time(job: Job, needed: float) -> None:
         )
 
 
-def write_outside_and_embed(job: Job, writing: Phase) -> Activations:
-    """Compute what enters the first block; write what is outside the blocks, if nothing is yet.
+def write_outside(
+    job: Job,
+    plans: Mapping[str, LayerPlan],
+    reference: Reference | None,
+    writing: Phase,
+    solving: Phase,
+) -> None:
+    """Compress embedding and head, and write what is outside the blocks, if nothing is written yet.
 
     Args:
-        writing: the phase that counts files.
+        plans: of embedding and head, by name.
+        reference: as for `compress_ends`.
+        writing, solving: the phases that count files and layers.
     """
     work = job.work
     walk = job.walk
-    with walk.outside():
-        if not work.progress.parts and job.world.writes:
+    if work.progress.parts:
+        use_ends(job, stored_ends(job))
+        for layer in work.progress.parts[0].layers:
+            solving.skip(1, layer)
+        return
+    done = compress_ends(job, plans, reference, solving)
+    if job.world.writes:
+        with walk.outside():
             tensors = outside_tensors(walk.model, walk.blocks)
+            replace_ends(job, tensors, done)
             if walk.weights.streamed:
                 tensors |= copied_tensors(walk.model)
-            work.add(part_file(0, len(walk.blocks.modules)), tensors)
+            work.add(
+                part_file(0, len(walk.blocks.modules)),
+                tensors,
+                entries={name: Entry.of(layer) for name, (layer, _) in done.items()},
+                layers=[record for _, record in done.values()],
+            )
             writing.advance()
-        hidden = walk.entering(job.local_segments)
-        with writing.running():
-            work.wait()  # else what is outside the blocks stays in memory beside the first one
-    return hidden
+            with writing.running():
+                work.wait()  # else what is outside the blocks stays in memory beside the first one
+    use_ends(job, {name: layer for name, (layer, _) in done.items()})
 
 
 def copied_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

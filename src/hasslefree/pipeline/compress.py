@@ -25,6 +25,7 @@ from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import find_blocks, other_modalities
 from hasslefree.models.load import resolve_device
 from hasslefree.models.tokenizer import load_tokenizer
+from hasslefree.models.weights import Weights
 from hasslefree.pipeline.block import compress_blocks
 from hasslefree.pipeline.held_out import Check
 from hasslefree.pipeline.inputs import check_segments, draw, open_model
@@ -150,6 +151,7 @@ def compress(
             name, loaded, tokenizer = open_model(
                 model, resolved.dtype, scratch, tokenizer, trust_remote_code
             )
+        weights = Weights(loaded, target)  # it finds out which weights are tied
         planned = plan_model(loaded, resolved)
         check_output(folder, overwrite, planned.bytes_to_write - work.progress.bytes)
         if segments is None:
@@ -170,7 +172,7 @@ def compress(
             activations,
             world.size,
         )
-        walk, digests = preflight(setup, segments, phases, work.scratch)
+        walk, digests = preflight(setup, weights, segments, phases, work.scratch)
         work.background_writes = walk.weights.prefetch
         job = Job(
             name=name,
@@ -244,7 +246,7 @@ def plan_model(model: PreTrainedModel, resolved: Resolved) -> PlannedModel:
     to_write = bytes_on_disk(model, plan)
     if resolved.match_predictions:
         # The trained blocks are written before those that they replace are removed.
-        to_write += bytes_of(plan)
+        to_write += sum(map(bytes_of, plan.blocks))
     return PlannedModel(
         blocks, plan, room, to_write, tuple(selection.automatically_dense), tuple(beside)
     )
@@ -264,13 +266,16 @@ def run(job: Job, digests: dict[str, str]) -> Record:
         identity = identity_of(job, description, digests, allocation.plan)
         work.progress.check_identity(identity)
     with writing_files(job) as writing:
-        compress_blocks(job, allocation, writing, check)
+        compress_blocks(job, allocation, writing, check, reference)
         train_and_check(job, reference, writing, check)
         progress = job.world.broadcast(work.progress)
         record = recorded(description, progress, allocation.sensitivities)
         if job.world.writes:
             with writing.running():
                 work.finish(lambda folder: write_rest(folder, job, progress.parts, record))
+        for end in job.walk.blocks.ends:
+            if end.name in job.ends:
+                end.replace(job.walk.model, job.ends[end.name])
     return record
 
 
@@ -338,7 +343,7 @@ def writing_files(job: Job) -> Iterator[Phase]:
     Its timer runs where files are written while the work waits for that.
     """
     progress = job.work.progress
-    blocks = len(job.planned.plan)
+    blocks = len(job.planned.plan.blocks)
     files = 2 + blocks
     if job.resolved.match_predictions:
         files += blocks

@@ -62,6 +62,11 @@ class Check:
         check_segments(walk.model, segments, ALONE)
         return cls(walk, segments.to(walk.weights.device))
 
+    def enter_again(self) -> None:
+        """Let the text enter the compressed model through its embedding, if that is compressed."""
+        if self.walk.rounded:
+            self.compressed = self.walk.entering(self.segments)
+
     def following(self, visits: Iterator[Visit]) -> Iterator[Visit]:
         """Yield the same visits, and run the text through each block before and after each."""
         for visit in visits:
@@ -83,7 +88,7 @@ class Check:
         """
         walk = self.walk
         try:
-            with walk.outside(), computing(walk.model, walk.outer(), unpack=False), torch.no_grad():
+            with walk.outside(dense=True):
                 runs = walk.phases.counted(CHECK, (self.dense, self.compressed), 2, "models")
                 dense, compressed = [self.perplexity(run) for run in runs]
         except ModelError:
@@ -102,12 +107,18 @@ class Check:
         Returns:
             None if it is not finite.
         """
+        walk = self.walk
         total = 0.0
-        for index, segment in enumerate(self.segments):
-            states = run[index]
-            for first in range(0, len(segment) - 1, HELD_OUT_ROWS):
-                rows = slice(first, first + HELD_OUT_ROWS)
-                total += self.loss(segment, states[:, rows], first)
+        with (
+            walk.outside(dense=run is self.dense),
+            computing(walk.model, walk.outer(), unpack=False),
+            torch.no_grad(),
+        ):
+            for index, segment in enumerate(self.segments):
+                states = run[index]
+                for first in range(0, len(segment) - 1, HELD_OUT_ROWS):
+                    rows = slice(first, first + HELD_OUT_ROWS)
+                    total += self.loss(segment, states[:, rows], first)
         predicted = self.segments.numel() - len(self.segments)
         mean = torch.tensor(total / predicted, dtype=torch.float64)
         perplexity = mean.exp()

@@ -1,6 +1,6 @@
 """Everything that one compression works on, made once before the first layer is changed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from hasslefree.checkpoint.resume import Unfinished
 from hasslefree.distributed import World
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.walk import Walk
+from hasslefree.packed.linear import SparseLowRankLinear
 from hasslefree.planning.plan import Plan
 from hasslefree.recipe.resolve import Resolved
 
@@ -44,6 +45,7 @@ class Job:
         tokenizer: None only if segments were given.
         segments: calibration tokens of all processes, (samples, seqlen) int64.
         work: the unfinished folder.
+        ends: embedding and head by name, once they are compressed.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Job:
     segments: Tensor
     world: World
     work: Unfinished
+    ends: dict[str, SparseLowRankLinear] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:

@@ -26,11 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 def preflight(
-    setup: Setup, segments: Tensor, phases: Phases, folder: Path
+    setup: Setup, weights: Weights, segments: Tensor, phases: Phases, folder: Path
 ) -> tuple[Walk, dict[str, str]]:
     """Run the first segment through the whole model, before hours of work are spent.
 
     Args:
+        weights: of the model.
         segments: token ids (samples, tokens).
         folder: as for `Activations`.
 
@@ -44,7 +45,7 @@ def preflight(
     """
     model = setup.model
     blocks = setup.blocks
-    weights = Weights(model, setup.device, prefetch=check_memory(setup))
+    weights.prefetch = check_memory(setup)
     with weights.present(outside(model, blocks)):
         digests = {"outside": checked(outside_tensors(model, blocks))}
 
@@ -55,7 +56,7 @@ def preflight(
 
     planned: list[str] = []
     handles = []
-    for index, (block, plans) in enumerate(zip(blocks.modules, setup.plan, strict=True)):
+    for index, (block, plans) in enumerate(zip(blocks.modules, setup.plan.blocks, strict=True)):
         sites = find_sites(block)
         for name in plans:
             full_name = f"{blocks.prefix(index)}.{name}"

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from hasslefree.planning.plan import Plan, bytes_of, layers_of
+from hasslefree.planning.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Advice:
             dense: the bytes of what stays dense.
             divergence: see the class.
         """
-        layers = layers_of(plan)
+        layers = plan.layers
         ranks = [layer.rank for layer in layers]
         bits = [layer.grid.bits for layer in layers if layer.grid]
         bit_range = (min(bits), max(bits)) if bits else None
         rank_range = (min(ranks), max(ranks))
-        return cls(plan, bit_range, rank_range, dense + bytes_of(plan), divergence)
+        return cls(plan, bit_range, rank_range, dense + plan.size, divergence)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields but the plan, for JSON."""

@@ -28,13 +28,13 @@ def flops_by_phase(setup: Setup) -> dict[str, float]:
     """
     parameters = 0.0
     squares = 0.0
-    for block, plans in zip(setup.blocks.modules, setup.plan, strict=True):
+    for block, plans in zip(setup.blocks.modules, setup.plan.blocks, strict=True):
         for name, parameter in block.named_parameters():
             parameters += share_of_tokens(block, name.rpartition(".")[0]) * parameter.numel()
         for name, layer in plans.items():
             squares += share_of_tokens(block, name) * layer.shape[1] ** 2
     head = setup.embeddings.weight.numel()
-    volume = sum(layer.cost for layer in setup.layers) / setup.processes
+    volume = sum(matrix.cost for matrix in setup.plan.matrices) / setup.processes
     grams = 2 * setup.text_tokens * squares
     forward = 2 * setup.text_tokens * parameters
     checking = 4 * setup.checked_tokens  # of the dense and the compressed model
@@ -43,8 +43,11 @@ def flops_by_phase(setup: Setup) -> dict[str, float]:
     if probing:
         grids = len(setup.resolved.grids)
         choosing = 2 * probing + 2 * (QUICK_PRUNING.rounds + grids) * volume
+    dense_tokens = setup.matched_tokens
+    if setup.plan.ends and not dense_tokens:
+        dense_tokens = setup.text_tokens  # for the inputs of the head
     phases = {
-        REFERENCE: 2 * setup.matched_tokens * parameters,
+        REFERENCE: 2 * dense_tokens * parameters,
         PROBES: probing,
         ALLOCATION: choosing,
         INPUTS: grams + passes(setup) * forward + checking * parameters,
@@ -65,7 +68,7 @@ def passes(setup: Setup) -> float:
         return 2
     # A pass for each group of layers with the same input, about one for two kinds, and one that
     # moves on.
-    return 1 + len(by_kind(setup.plan[0])) / 2
+    return 1 + len(by_kind(setup.plan.blocks[0])) / 2
 
 
 def seconds_by_phase(setup: Setup, without: Collection[str] = ()) -> dict[str, float]:

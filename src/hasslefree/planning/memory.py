@@ -41,6 +41,8 @@ ARRAYS = 13
 FACTORS = 8
 # Numbers for each trained one: the master, its unit and the two moments of Adam.
 MASTER_NUMBERS = 4
+# Rows of an embedding or a head that are solved together.
+ROWS = 1 << 14
 RAM = torch.device("cpu")
 
 LIBRARIES = "libraries"
@@ -123,7 +125,7 @@ def estimate(setup: Setup) -> Footprint:
     device = {
         LIBRARIES: LIBRARY_BYTES,
         LOADED: max(loaded - max(blocks), 0),
-        ENDS: 2 * outside + logits_bytes(setup),
+        ENDS: 2 * outside + logits_bytes(setup) + ends_bytes(setup),
         BLOCK: largest,
         PROBES: solver_bytes(setup, probe_bytes(setup)) if setup.probe_tokens else 0,
         SOLVER: solver_bytes(setup, forward_bytes(setup)),
@@ -131,7 +133,7 @@ def estimate(setup: Setup) -> Footprint:
     }
     # On CUDA, pinned memory comes in powers of two; writing takes a copy.
     read = 0 if loaded else max(blocks) * (1 if on_cpu else 2)
-    written = max(bytes_of([plans]) for plans in setup.plan)
+    written = max(map(bytes_of, (setup.plan.ends, *setup.plan.blocks)))
     ram = {
         LIBRARIES: 2 * LIBRARY_BYTES,
         "weights": 2 * max(outside, largest),
@@ -151,8 +153,8 @@ def estimate(setup: Setup) -> Footprint:
 def block_bytes(setup: Setup) -> int:
     """The largest block: dense, in float32 too if its products are, and its compressed layers."""
     largest = 0
-    for block, plans in zip(setup.blocks.modules, setup.plan, strict=True):
-        taken = bytes_of([plans])
+    for block, plans in zip(setup.blocks.modules, setup.plan.blocks, strict=True):
+        taken = bytes_of(plans)
         for parameter in block.parameters():
             taken += parameter.nbytes
             if parameter.itemsize < FLOAT and not product_dtype(parameter.dtype, setup.device):
@@ -169,6 +171,17 @@ def logits_bytes(setup: Setup) -> int:
     elif setup.checked_tokens:
         rows = min(HELD_OUT_ROWS, setup.seqlen)
     return LOGITS * FLOAT * rows * setup.embeddings.num_embeddings
+
+
+def ends_bytes(setup: Setup) -> int:
+    """The compressed embedding and head: packed and unpacked, and the solver of some rows."""
+    taken = 0
+    solver = 0
+    for end in setup.plan.ends.values():
+        rows = min(ROWS, end.shape[0])
+        taken += end.size + 2 * end.dense_size
+        solver = max(solver, workspace(setup, dataclasses.replace(end, shape=(rows, end.shape[1]))))
+    return taken + solver
 
 
 def probe_bytes(setup: Setup) -> int:
@@ -191,7 +204,7 @@ def solver_bytes(setup: Setup, forward: int) -> int:
     Args:
         forward: bytes of the pass.
     """
-    widths = [[layer.shape[1] for layer in plans.values()] for plans in setup.plan]
+    widths = [[layer.shape[1] for layer in plans.values()] for plans in setup.plan.blocks]
     widest = max(chain.from_iterable(widths))  # a block may keep all of its layers dense
     most = max(sum(map(sums_bytes, of_block)) for of_block in widths)
     most = min(most, max(room_for_sums(setup.device), sums_bytes(widest)))
@@ -216,7 +229,7 @@ def training_bytes(setup: Setup) -> int:
     """
     tokens = Training().tokens(setup.seqlen)
     values = setup.activation_values(tokens)
-    numbers = len(setup.plan) * tokens * setup.state_width
+    numbers = len(setup.plan.blocks) * tokens * setup.state_width
     if in_one_pass(sum(values), setup.device):
         numbers += round(sum(values)) + 2 * setup.trained  # with its gradients
         for layer in setup.layers:
@@ -224,14 +237,14 @@ def training_bytes(setup: Setup) -> int:
             numbers += layer.dense_parameters * (2 if layer.grid else 1)
     else:
         numbers += round(2 * max(values))
-    return bytes_of(setup.plan) + FLOAT * numbers
+    return sum(map(bytes_of, setup.plan.blocks)) + FLOAT * numbers
 
 
 def states_bytes(setup: Setup) -> int:
     """The hidden states: of the calibration text, or what enters each block on the probes; and
     those of the training and the held-out text.
     """
-    probing = (2 + len(setup.plan)) * setup.probe_tokens
+    probing = (2 + len(setup.plan.blocks)) * setup.probe_tokens
     tokens = max(setup.text_tokens, probing) + setup.matched_tokens + 2 * setup.checked_tokens
     return FLOAT * setup.state_width * tokens
 
@@ -284,7 +297,7 @@ def verdict(footprint: Footprint) -> str | None:
         wrong.append(f"It does not fit in memory; {remedy(footprint)}.")
     need = bytes_on_disk(setup.model, setup.plan)
     if setup.matched_tokens:
-        need += bytes_of(setup.plan)
+        need += sum(map(bytes_of, setup.plan.blocks))
     free = shutil.disk_usage(".").free
     if need > free:
         wrong.append(

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
+from hasslefree.core.budgets import Budget
 from hasslefree.core.factors import check_factor_bits
 from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import Pattern
 from hasslefree.errors import BudgetError, GridError, HasslefreeError, PatternError, option
 from hasslefree.models.blocks import Blocks, head_unit
-from hasslefree.models.rules import Matrix, Selection, select_sites
+from hasslefree.models.ends import End
+from hasslefree.models.rules import Matrix, Selection, select_ends, select_sites
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.recipe.resolve import Resolved
 from hasslefree.solve.methods import with_grid
@@ -80,13 +82,37 @@ class LayerPlan(LayerSpec):
         return out * width**2
 
 
-# For every block: the name of a layer in it → its plan.
-Plan = list[dict[str, LayerPlan]]
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of all compressed matrices.
+
+    Args:
+        blocks: for every block, the name of a layer in it → its plan.
+        ends: the full name of an embedding or a head → its plan.
+    """
+
+    blocks: list[dict[str, LayerPlan]]
+    ends: dict[str, LayerPlan] = dataclasses.field(default_factory=dict)
+
+    @property
+    def layers(self) -> list[LayerPlan]:
+        """The plans of all layers in the blocks, in order."""
+        return layers_of(self.blocks)
+
+    @property
+    def matrices(self) -> list[LayerPlan]:
+        """The plans of the ends, and of all layers in the blocks."""
+        return [*self.ends.values(), *self.layers]
+
+    @property
+    def size(self) -> int:
+        """The bytes of all planned matrices."""
+        return sum(matrix.size for matrix in self.matrices)
 
 
-def layers_of(plan: Iterable[Mapping[str, LayerPlan]]) -> list[LayerPlan]:
-    """The plans of all layers, in order."""
-    return [layer for plans in plan for layer in plans.values()]
+def layers_of(blocks: Iterable[Mapping[str, LayerPlan]]) -> list[LayerPlan]:
+    """The plans of the layers of blocks, in order."""
+    return [layer for plans in blocks for layer in plans.values()]
 
 
 def select(blocks: Blocks, resolved: Resolved) -> Selection:
@@ -120,10 +146,20 @@ def select(blocks: Blocks, resolved: Resolved) -> Selection:
     if sum(math.prod(matrix.shape) for matrix, _ in misfits) > THIN_SHARE * weights:
         _, narrowest = min(misfits, key=lambda found: min(found[0].shape))
         raise narrowest
-    return Selection(blocks, tuple(sites), dense)
+    ends: dict[str, End] = {}
+    if resolved.end_grids:
+        ends, dense_ends = select_ends(blocks, resolved.leave_dense)
+        dense |= dense_ends
+    for name, end in list(ends.items()):
+        try:
+            plan_end(end, resolved.end_grids[0], resolved)
+        except GridError as error:
+            del ends[name]
+            dense[name] = short_reason(error, end, resolved)
+    return Selection(blocks, tuple(sites), dense, ends)
 
 
-def short_reason(error: HasslefreeError, matrix: Matrix, resolved: Resolved) -> str:
+def short_reason(error: HasslefreeError, matrix: Matrix | End, resolved: Resolved) -> str:
     """Why a matrix stays dense, in a few words."""
     if isinstance(error, BudgetError):
         return f"narrower than rank {resolved.budget.rank}"
@@ -144,7 +180,7 @@ def plan_layer(blocks: Blocks, index: int, matrix: Matrix, resolved: Resolved) -
         pattern, rank = resolved.budget.resolve(*shape, unit)
         method.check(rank)
         method.check_pattern(pattern)
-        grid = fitted_grid(resolved, shape[1])
+        grid = fitted_grid(method.grid, resolved, shape[1])
         if grid is not None:
             grid.check(shape, pattern)
     except HasslefreeError as error:
@@ -152,11 +188,27 @@ def plan_layer(blocks: Blocks, index: int, matrix: Matrix, resolved: Resolved) -
     return LayerPlan.of(shape, pattern, rank, matrix.dtype, grid, resolved.factor_bits)
 
 
-def fitted_grid(resolved: Resolved, width: int) -> Grid | None:
+def plan_end(end: End, grid: Grid, resolved: Resolved) -> LayerPlan:
+    """The plan of an embedding or a head on a grid. Raises a GridError if its groups do not fit."""
+    fitted = fitted_grid(grid, resolved, end.shape[1])
+    assert fitted is not None
+    fitted.check(end.shape)
+    pattern, rank = Budget("dense", rank=0).resolve(*end.shape)
+    return LayerPlan.of(end.shape, pattern, rank, end.dtype, fitted)
+
+
+def plan_ends(selection: Selection, resolved: Resolved) -> dict[str, LayerPlan]:
+    """The plans of the embedding and the head."""
+    plans: dict[str, LayerPlan] = {}
+    for name, end in selection.ends.items():
+        plans[name] = plan_end(end, resolved.end_grids[0], resolved)
+    return plans
+
+
+def fitted_grid(grid: Grid | None, resolved: Resolved, width: int) -> Grid | None:
     """The grid for a weight with `width` inputs: with a smaller group if the default does not
     divide them, and neither the user nor an engine has set one.
     """
-    grid = resolved.solver.grid
     if grid is None or grid.group is None or width % grid.group == 0:
         return grid
     if resolved.group_size is None and resolved.engine is None:
@@ -174,13 +226,13 @@ def with_rank(resolved: Resolved, rank: int) -> Resolved:
 
 def make_plan(selection: Selection, resolved: Resolved) -> Plan:
     """The pattern and rank of every layer, from shapes alone."""
-    plan: Plan = []
+    blocks: list[dict[str, LayerPlan]] = []
     for index, matrices in enumerate(selection.sites):
-        plan.append({})
+        blocks.append({})
         for name, matrix in matrices.items():
-            plan[index][name] = plan_layer(selection.blocks, index, matrix, resolved)
-    check_factor_bits(resolved.factor_bits, max(layer.rank for layer in layers_of(plan)))
-    return plan
+            blocks[index][name] = plan_layer(selection.blocks, index, matrix, resolved)
+    check_factor_bits(resolved.factor_bits, max(layer.rank for layer in layers_of(blocks)))
+    return Plan(blocks, plan_ends(selection, resolved))
 
 
 def plan_of(model: torch.nn.Module, selection: Selection, resolved: Resolved) -> Plan:
@@ -205,7 +257,7 @@ def uniform_plans(model: torch.nn.Module, selection: Selection, resolved: Resolv
     plans: list[Plan] = []
     for grid in reversed(grids):
         plan = least[grid]
-        if bytes_of(plan) > room:
+        if plan.size > room:
             continue
         if resolved.fixed_rank is None:
             plan = largest_ranks(selection, resolved, grid, room)
@@ -223,7 +275,7 @@ def largest_ranks(selection: Selection, resolved: Resolved, grid: Grid | None, r
     ranks = range(step, widest + 1, step)
 
     def size(rank: int) -> int:
-        return bytes_of(uniform_plan(selection, resolved, grid, rank))
+        return uniform_plan(selection, resolved, grid, rank).size
 
     steps = bisect_right(ranks, room, key=size)
     return uniform_plan(selection, resolved, grid, steps * step)
@@ -233,19 +285,19 @@ def uniform_plan(selection: Selection, resolved: Resolved, grid: Grid | None, ra
     """The plan of the recipe with this grid, and this rank in every layer that is wide enough."""
     resolved = dataclasses.replace(resolved, solver=with_grid(resolved.solver, grid))
     step = STEP if grid else 1
-    plan: Plan = []
+    blocks: list[dict[str, LayerPlan]] = []
     for index, matrices in enumerate(selection.sites):
-        plan.append({})
+        blocks.append({})
         for name, matrix in matrices.items():
             most = min(matrix.shape)
             fitted = with_rank(resolved, rank if rank <= most else most // step * step)
-            plan[index][name] = plan_layer(selection.blocks, index, matrix, fitted)
-    return plan
+            blocks[index][name] = plan_layer(selection.blocks, index, matrix, fitted)
+    return Plan(blocks, plan_ends(selection, resolved))
 
 
-def bytes_of(plan: Iterable[Mapping[str, LayerPlan]]) -> int:
-    """The size of all planned layers."""
-    return sum(layer.size for layer in layers_of(plan))
+def bytes_of(plans: Mapping[str, LayerPlan]) -> int:
+    """The size of the planned layers of a block."""
+    return sum(layer.size for layer in plans.values())
 
 
 def layer_room(model: torch.nn.Module, plan: Plan, resolved: Resolved) -> int:
@@ -258,13 +310,13 @@ def layer_room(model: torch.nn.Module, plan: Plan, resolved: Resolved) -> int:
         BudgetError: the size is too small, or no smaller than the dense model.
     """
     size = resolved.size_limit
-    used = bytes_of(plan)
+    used = plan.size
     if size is None:
         return used
-    layers = layers_of(plan)
-    dense = sum(layer.dense_size for layer in layers)
-    weights = sum(layer.dense_parameters for layer in layers)
-    rest = weights_on_disk(model, []) - dense
+    layers = plan.layers
+    dense = sum(matrix.dense_size for matrix in plan.matrices)
+    weights = sum(matrix.dense_parameters for matrix in plan.matrices)
+    rest = weights_on_disk(model, plan) - used
 
     def as_size(taken: int) -> Size:
         """The size of the user's kind, if the layers take a number of bytes."""
@@ -291,9 +343,9 @@ def layer_room(model: torch.nn.Module, plan: Plan, resolved: Resolved) -> int:
 
 
 def digest(plan: Plan) -> str:
-    """CRC-32 of every layer's rank, non-zeros and grid."""
+    """CRC-32 of every matrix's rank, non-zeros and grid."""
     layers = []
-    for plans in plan:
+    for plans in (plan.ends, *plan.blocks):
         for name, layer in plans.items():
             grid = [str(layer.grid)] if layer.grid else []
             layers.append((name, layer.rank, layer.nonzeros, *grid))
@@ -308,4 +360,4 @@ def bytes_on_disk(model: torch.nn.Module, plan: Plan) -> int:
 def weights_on_disk(model: torch.nn.Module, plan: Plan) -> int:
     """The size of all weights: what stays dense, and the packed layers."""
     dense = sum(parameter.nbytes for parameter in model.parameters())
-    return dense + sum(layer.size - layer.dense_size for layer in layers_of(plan))
+    return dense + sum(matrix.size - matrix.dense_size for matrix in plan.matrices)

@@ -13,7 +13,7 @@ from hasslefree.models.calibrate import activation_values, probes
 from hasslefree.models.experts import split_experts
 from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqlen
 from hasslefree.planning.machine import in_one_pass
-from hasslefree.planning.plan import LayerPlan, Plan, layers_of, plan_of, select
+from hasslefree.planning.plan import LayerPlan, Plan, plan_of, select
 from hasslefree.planning.schedule import segments_for, segments_held_out
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolve import Resolved
@@ -43,7 +43,8 @@ class Setup:
 
     @property
     def layers(self) -> list[LayerPlan]:
-        return layers_of(self.plan)
+        """The layers in the blocks."""
+        return self.plan.layers
 
     @property
     def model_bytes(self) -> int:
@@ -102,7 +103,7 @@ class Setup:
     def activation_values(self, tokens: int) -> list[float]:
         """The `activation_values` of the planned layers of each block."""
         values: list[float] = []
-        for block, plans in zip(self.blocks.modules, self.plan, strict=True):
+        for block, plans in zip(self.blocks.modules, self.plan.blocks, strict=True):
             shapes = {name: layer.shape for name, layer in plans.items()}
             values.append(activation_values(block, shapes, tokens))
         return values

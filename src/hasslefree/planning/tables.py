@@ -28,12 +28,12 @@ def plan_summary(setup: Setup) -> dict[str, Any]:
     reasons = select(setup.blocks, setup.resolved).reasons()
     problem = verdict(footprint)
     return {
-        "blocks": len(setup.plan),
+        "blocks": len(setup.plan.blocks),
         "layers": layer_rows(setup),
-        "kept": sum(layer.parameters for layer in setup.layers),
-        "dense": sum(layer.dense_parameters for layer in setup.layers),
+        "kept": sum(matrix.parameters for matrix in setup.plan.matrices),
+        "dense": sum(matrix.dense_parameters for matrix in setup.plan.matrices),
         "disk": bytes_on_disk(setup.model, setup.plan),
-        "unpacked": sum(layer.dense_size for layer in setup.layers),
+        "unpacked": sum(matrix.dense_size for matrix in setup.plan.matrices),
         "device": setup.device.type,
         "storage": setup.storage,
         "activations": states_bytes(setup),
@@ -50,8 +50,9 @@ def plan_summary(setup: Setup) -> dict[str, Any]:
 
 def layer_rows(setup: Setup) -> list[dict[str, Any]]:
     """A row for each kind of layer and plan, for JSON."""
+    plans_by_part = (setup.plan.ends, *setup.plan.blocks)
     counts = Counter(
-        (name.rpartition(".")[2], layer) for plans in setup.plan for name, layer in plans.items()
+        (name.rpartition(".")[2], layer) for plans in plans_by_part for name, layer in plans.items()
     )
     rows = []
     for (kind, layer), count in counts.items():
@@ -75,7 +76,7 @@ def plan_table(setup: Setup, *more: Table) -> Group:
     whether it fits.
     """
     plan = plan_summary(setup)
-    title = f"{plan['blocks']} blocks, {len(setup.layers)} layers"
+    title = f"{plan['blocks']} blocks, {len(setup.plan.matrices)} layers"
     totals = Table.grid(padding=(0, 3, 0, 1), pad_edge=True)
     resolved = setup.resolved
     if resolved.size and resolved.allocate == "error" and not more:

@@ -71,12 +71,14 @@ class Engine:
         groups: the group sizes of the engine, the largest first.
         group: the group size of a recipe that leaves it open.
         multiples: scales may be multiples of a unit of their row.
+        embeddings: the engine holds embeddings and heads in codes too.
     """
 
     bits: Mapping[str, tuple[int, ...]]
     groups: tuple[int, ...]
     group: int = 64
     multiples: bool = False
+    embeddings: bool = True
 
     def holds(self, grid: Grid) -> bool:
         """True if the engine holds the grid exactly. Rows must be a multiple of 32 inputs."""
@@ -104,7 +106,7 @@ ENGINES = {
         {kind: _llama_cpp_bits(kind) for kind in (OFFSET, SYMMETRIC, WHOLE_ZERO)}, (32,), group=32
     ),
     "mlx": Engine({OFFSET: BITS, SYMMETRIC: BITS}, (128, 64, 32)),
-    "vllm": Engine({WHOLE_ZERO: (4, 8), SYMMETRIC: (4, 8)}, (128, 64, 32)),
+    "vllm": Engine({WHOLE_ZERO: (4, 8), SYMMETRIC: (4, 8)}, (128, 64, 32), embeddings=False),
 }
 
 

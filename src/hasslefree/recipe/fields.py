@@ -104,6 +104,9 @@ class Fields:
     that small groups take few bytes (default: 16-bit floats)."""
     factor_bits: int | None = declared(None, GRID)
     """8 to store both factors of L as int8 (default: the model's dtype)."""
+    embedding_bits: int | None = declared(None, GRID)
+    """Bits of the input embedding and of the output head: 2, 3, 4, 5, 6 or 8; 4 are the fastest
+    (default: they stay dense)."""
     calibration: str = declared("c4", TEXT)
     """Text on which the layers are fitted: c4, wikitext2, ptb, a .txt or .jsonl file, or self for
     text that the model writes itself, which needs no network and no file."""

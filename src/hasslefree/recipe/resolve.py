@@ -99,6 +99,13 @@ class Resolved(Fields):
         return tuple(grid for grid in grids if engine.holds(grid))
 
     @property
+    def end_grids(self) -> tuple[Grid, ...]:
+        """The grids that embedding and head may get; empty if they stay dense."""
+        if self.embedding_bits is None:
+            return ()
+        return (end_grid(self, self.solver.grid, self.embedding_bits),)
+
+    @property
     def fixed_rank(self) -> int | None:
         """The rank of every layer within a size; None if it is to be chosen."""
         if isinstance(self.solver, Prune):
@@ -303,6 +310,9 @@ def combination_problems(recipe: Fields, solver: Method | None) -> Iterator[Prob
         )
     if recipe.engine and solver is not None:
         yield from engine_problems(recipe, recipe.engine, solver.grid)
+    if recipe.embedding_bits is not None:
+        grid = solver.grid if solver else None
+        yield from embedding_problems(recipe, recipe.embedding_bits, grid)
     if recipe.size is not None:
         yield from size_problems(recipe, recipe.size)
     if recipe.minutes and not recipe.match_predictions:
@@ -389,6 +399,31 @@ def size_problems(recipe: Fields, size: str) -> Iterator[Problem]:
     for name in ("ratio", "rank_share"):
         if getattr(recipe, name) is not None:
             yield Problem(("size", name), f"give size or {name}, not both")
+
+
+def end_grid(recipe: Fields, grid: Grid | None, bits: int) -> Grid:
+    """The grid of an embedding or a head, whose rows are stored one by one: with offsets, unless it
+    is symmetric.
+
+    Args:
+        grid: of the layers; None if they have none.
+    """
+    symmetric = bool(recipe.symmetric)
+    return dataclasses.replace(grid or Grid(), bits=bits, symmetric=symmetric, offset=not symmetric)
+
+
+def embedding_problems(recipe: Fields, bits: int, grid: Grid | None) -> Iterator[Problem]:
+    """Why the embedding and the head cannot have these bits. grid: of the layers."""
+    if bits not in BITS:
+        allowed = ", ".join(map(str, BITS))
+        yield Problem(("embedding_bits",), f"embedding_bits must be one of {allowed}, got {bits}")
+    elif recipe.engine and not ENGINES[recipe.engine].embeddings:
+        yield Problem(
+            ("embedding_bits", "engine"),
+            f"{recipe.engine} keeps embedding and head dense: leave out embedding_bits",
+        )
+    elif recipe.engine and (refused := refusal(recipe.engine, end_grid(recipe, grid, bits))):
+        yield Problem(("embedding_bits", "engine"), f"embedding and head: {refused}")
 
 
 def refusals(check: Callable[[], object], field: str) -> Iterator[Problem]:

@@ -20,7 +20,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import cycle
 
@@ -159,7 +159,7 @@ class Trainer:
             unit = "seconds"
         retreats = self.settings.retreats
         # Embeddings and head are read once, not at every step.
-        with self.walk.outside(), phases.phase(PREDICTIONS, length, unit) as phase:
+        with self.walk.outside(dense=True), phases.phase(PREDICTIONS, length, unit) as phase:
             for retreat in range(retreats + 1):
                 learning_rate = self.settings.learning_rate / 3**retreat
                 self.open(learning_rate)
@@ -309,23 +309,31 @@ class Trainer:
             states: outputs of the last block. Both (segments, tokens, width).
         """
         gradients: list[Tensor] = []
-        with self.head(), torch.enable_grad():
+        with self.head():
             for row, segment in enumerate(segments):
+                target = self.target(segment)
                 leaf = states[[row]].detach().requires_grad_()
-                gradients += torch.autograd.grad(self.divergence(segment, leaf), leaf)
+                with self.rounded_head(), torch.enable_grad():
+                    divergence = self.divergence(segment, target, leaf)
+                    gradients += torch.autograd.grad(divergence, leaf)
         return torch.cat(gradients)
 
-    def divergence(self, segment: int, states: Tensor) -> Tensor:
-        """KL(dense ‖ compressed), summed over the tokens of one segment, in nats; within `head`.
+    def target(self, segment: int) -> Tensor:
+        """The logits (tokens, vocabulary) of the dense model for a segment; within `head`."""
+        with torch.no_grad():
+            return self.logits(self.reference.segments[segment], self.reference.states[segment])
+
+    def divergence(self, segment: int, target: Tensor, states: Tensor) -> Tensor:
+        """KL(dense ‖ compressed), summed over the tokens of one segment, in nats; within
+        `rounded_head`.
 
         Args:
             segment: local index.
+            target: logits of the dense model.
             states: outputs of the last block, (1, tokens, width).
         """
-        ids = self.reference.segments[segment]
-        with torch.no_grad():
-            target = self.logits(ids, self.reference.states[segment])
-        total: Tensor = Divergence.apply(target, self.logits(ids, states))
+        logits = self.logits(self.reference.segments[segment], states)
+        total: Tensor = Divergence.apply(target, logits)
         return total
 
     def logits(self, ids: Tensor, states: Tensor) -> Tensor:
@@ -333,10 +341,17 @@ class Trainer:
         return logits_of(self.walk.model, self.walk.blocks, self.walk.calls, ids, states)
 
     @contextmanager
-    def head(self) -> Iterator[None]:
-        """Let the output head run."""
-        with self.walk.outside(), computing(self.walk.model, self.walk.outer(), unpack=False):
+    def head(self, dense: bool = True) -> Iterator[None]:
+        """Let the output head of the dense or of the compressed model run."""
+        walk = self.walk
+        with walk.outside(dense), computing(walk.model, walk.outer(), unpack=False):
             yield
+
+    def rounded_head(self) -> AbstractContextManager[None]:
+        """Let the output head of the compressed model run; within `head`."""
+        if self.walk.rounded:
+            return self.head(dense=False)
+        return nullcontext()
 
     def validate(self) -> float:
         """The mean divergence of a token over the validation segments of all processes, in nats."""
@@ -349,10 +364,10 @@ class Trainer:
             for block, call in zip(self.blocks, self.calls, strict=True):
                 states = BlockGraph(block, call, states).checkpoint()
             with self.head(), torch.no_grad():
-                total += sum(
-                    self.divergence(segment, states[[row]]).item()
-                    for row, segment in enumerate(segments)
-                )
+                for row, segment in enumerate(segments):
+                    target = self.target(segment)
+                    with self.rounded_head():
+                        total += self.divergence(segment, target, states[[row]]).item()
         tokens = len(self.reference.validation) * self.reference.seqlen
         mean = self.world.total(total, self.reference.segments.device) / tokens
         if mean < 0:  # a divergence of nearly nothing, rounded

@@ -1,0 +1,205 @@
+"""Compress the embedding and the head, before the blocks: these then get the inputs that they have
+in the compressed model.
+
+The inputs of the head are those of the dense model. An embedding that is not tied has no inputs to
+weight its errors: H = I.
+"""
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasslefree.checkpoint.plugin import empty_end
+from hasslefree.checkpoint.record import LayerRecord
+from hasslefree.core.gram import Gram, relative, working_dtype
+from hasslefree.core.grids import Quantised, Scaling
+from hasslefree.core.low_rank import LowRank
+from hasslefree.core.protocols import Decomposition
+from hasslefree.errors import ModelError, option
+from hasslefree.models.calibrate import MomentSums, checked
+from hasslefree.models.calls import Stop, hooks
+from hasslefree.models.ends import End
+from hasslefree.models.precision import as_multiplied, computing, solving
+from hasslefree.models.probe import logits_of
+from hasslefree.models.sites import find_site
+from hasslefree.packed.linear import SparseLowRankLinear
+from hasslefree.packed.spec import LayerSpec
+from hasslefree.pipeline.job import Job
+from hasslefree.pipeline.layers import Done, memory_errors
+from hasslefree.planning.memory import ROWS
+from hasslefree.planning.plan import LayerPlan
+from hasslefree.progress import REFERENCE, Phase
+from hasslefree.solve.decompose import solve_layer
+from hasslefree.solve.methods.joint_on_grid import JointOnGrid
+from hasslefree.train.reference import Reference
+
+
+def compress_ends(
+    job: Job, plans: Mapping[str, LayerPlan], reference: Reference | None, solving: Phase
+) -> dict[str, Done]:
+    """Compress the embedding and the head; each process solves its share.
+
+    Args:
+        plans: by the names of the ends.
+        reference: outputs of the last block of the dense model; None if the text is to run through
+            the dense model for them.
+        solving: the phase that counts layers.
+
+    Returns:
+        The compressed layers by name, the same in all processes.
+    """
+    ends = [end for end in job.walk.blocks.ends if end.name in plans]
+    head = next((end.head for end in ends if end.head is not None), None)
+    of_head = None if head is None else head_gram(job, head, reference)
+    done: dict[str, Done] = {}
+    for index, end in enumerate(ends):
+        gram = Gram.identity(end.shape[1]) if end.head is None or of_head is None else of_head
+        owner = index % job.world.size
+        solved = None
+        with solving.running():
+            if owner == job.world.rank:
+                solved = compress_end(job, end, plans[end.name], gram)
+            done[end.name] = share_layer(job, end, owner, solved)
+        solving.advance(layer=done[end.name][1])
+    return done
+
+
+def head_gram(job: Job, name: str, reference: Reference | None) -> Gram:
+    """The Gram of the inputs of the head on the text, in the dense model.
+
+    Raises:
+        ModelError: the model does not call the head.
+    """
+    walk = job.walk
+    if reference is None:
+        segments = job.local_segments
+        states = walk.entering(segments)
+        blocks = len(walk.blocks.modules)
+        for _ in walk.phases.counted(REFERENCE, walk.visits(states), blocks, "blocks"):
+            pass
+    else:
+        segments = reference.segments
+        states = reference.states
+    sums = MomentSums(segments.shape[1])
+
+    def take(x: Tensor) -> None:
+        rows = as_multiplied(x.reshape(-1, x.shape[-1]))
+        with solving(x.device):
+            sums.take(rows)
+        raise Stop
+
+    watching = hooks([find_site(walk.model, name).on_input(take)])
+    with walk.outside(), computing(walk.model, walk.outer()), watching, torch.no_grad():
+        for index, segment in enumerate(segments):
+            with suppress(Stop):
+                logits_of(walk.model, walk.blocks, walk.calls, segment, states[index])
+    if not sums.count:
+        raise ModelError(
+            f"{type(walk.model).__name__} does not call {name}, so there are no inputs to calibrate"
+            f" on; keep it dense with {option('leave_dense', name)}"
+        )
+    return checked(sums.gram(job.world), name)
+
+
+def compress_end(job: Job, end: End, plan: LayerPlan, gram: Gram) -> Done:
+    """Put a matrix on its grid, by GPTQ's sweep and descent, some rows at a time."""
+    start = time.perf_counter()
+    assert plan.grid is not None
+    method = JointOnGrid(plan.grid)
+    with job.walk.outside():
+        module: Any = job.walk.model.get_submodule(end.name)
+        weight = module.weight.detach()
+        gram = gram.to(weight)
+        with memory_errors(f"compress {end.name}", weight.device):
+            prepared = method.prepare(gram)
+            parts: list[Decomposition] = []
+            for rows in weight.split(ROWS):
+                parts.append(solve_layer(rows, gram, method, prepared, plan.kept, 0, seed=0))
+        result = joined(parts, weight, gram)
+        layer = end.kind.from_decomposition(result, getattr(module, "bias", None), plan.pattern)
+    seconds = time.perf_counter() - start
+    return layer, LayerRecord.of(end.name, layer.spec, result, seconds, layer.stored_bytes)
+
+
+def joined(parts: list[Decomposition], weight: Tensor, gram: Gram) -> Decomposition:
+    """The decomposition of a weight (out, in) from those of its rows, `ROWS` at a time.
+
+    Errors are relative to the norm of the rows, which are the weights of their mean.
+    """
+    wide = working_dtype(weight)
+    norms = torch.tensor([gram.loss(rows.to(wide)) for rows in weight.split(ROWS)]).double()
+    errors = torch.tensor([part.relative_error for part in parts]).double()
+    before = torch.tensor([part.relative_error_before_cast for part in parts]).double()
+    total = norms.sum().item()
+    coded = [part.quantised for part in parts if part.quantised is not None]
+    scale = torch.cat([codes.scaling.scale for codes in coded])
+    zero = torch.cat([codes.scaling.zero for codes in coded])
+    scaling = Scaling(coded[0].scaling.grid, scale, zero)
+    return Decomposition(
+        torch.cat([part.sparse for part in parts]),
+        LowRank(torch.cat([part.low_rank.u for part in parts]), parts[0].low_rank.v),
+        relative((errors * norms).sum().item(), total),
+        relative((before * norms).sum().item(), total),
+        (),
+        tuple(dict.fromkeys(remark for part in parts for remark in part.remarks)),
+        Quantised(torch.cat([codes.codes for codes in coded]), scaling),
+    )
+
+
+def share_layer(job: Job, end: End, owner: int, solved: Done | None) -> Done:
+    """Give a compressed layer to all processes.
+
+    Args:
+        owner: the rank of the process that has solved it.
+        solved: the layer and its record; None in the other processes.
+    """
+    known = None if solved is None else (solved[0].spec, solved[1])
+    spec, record = job.world.broadcast(known, owner)
+    layer = solved[0] if solved else empty_on_device(job, end, spec)
+    for tensor in layer.state_dict().values():
+        job.world.broadcast_(tensor, owner)
+    return layer, record
+
+
+def empty_on_device(job: Job, end: End, spec: LayerSpec) -> SparseLowRankLinear:
+    """A compressed layer without values, on the device of the job."""
+    layer = empty_end(end, job.walk.model, spec)
+    return layer.to_empty(device=job.device)
+
+
+def use_ends(job: Job, layers: Mapping[str, SparseLowRankLinear]) -> None:
+    """Let the walk compute with the compressed matrices, by name, from now on."""
+    job.ends.update(layers)
+    for name, layer in layers.items():
+        job.walk.rounded[f"{name}.weight"] = layer.unpacked().detach()
+
+
+def replace_ends(job: Job, tensors: dict[str, Tensor], done: Mapping[str, Done]) -> None:
+    """Replace the weights of ends among the tensors outside the blocks by those of their layers."""
+    for end in job.walk.blocks.ends:
+        if end.name not in done:
+            continue
+        for name in end.names:
+            tensors.pop(f"{name}.weight", None)
+        for leaf, tensor in done[end.name][0].state_dict().items():
+            tensors[f"{end.name}.{leaf}"] = tensor
+
+
+def stored_ends(job: Job) -> dict[str, SparseLowRankLinear]:
+    """Read the compressed matrices that the unfinished folder holds, by name."""
+    outside = job.work.progress.parts[0]
+    if not outside.entries:
+        return {}
+    tensors = job.work.read(outside)
+    layers: dict[str, SparseLowRankLinear] = {}
+    for end in job.walk.blocks.ends:
+        if end.name in outside.entries:
+            layer = empty_on_device(job, end, outside.entries[end.name].spec)
+            names = layer.state_dict().keys()
+            layer.load_state_dict({leaf: tensors[f"{end.name}.{leaf}"] for leaf in names})
+            layers[end.name] = layer
+    return layers
