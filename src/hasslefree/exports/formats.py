@@ -91,6 +91,16 @@ def make_plain(model: PreTrainedModel, weight_of: Callable[[SparseLowRankLinear]
     fuse_experts(model)
 
 
+def make_ends_plain(model: PreTrainedModel) -> None:
+    """Replace a compressed embedding and head by dense modules, for a format that has no others."""
+    with torch.device("meta"):
+        original = auto_class(model.config).from_config(model.config)
+    for end in find_ends(original):
+        layer = model.get_submodule(end.name)
+        if isinstance(layer, SparseLowRankLinear):
+            end.restore(model, original, layer.unpacked().detach())
+
+
 def write_dense(model: PreTrainedModel, target: Target) -> dict[str, Path]:
     """Write the model, which is changed in place, with S + u v as its weights; gives the folder by
     its kind.

@@ -16,7 +16,14 @@ from transformers import PreTrainedModel
 
 from hasslefree.errors import ModelError, option
 from hasslefree.exports.codes import check_layers
-from hasslefree.exports.formats import Factors, Target, factors_of, make_plain, write_peft
+from hasslefree.exports.formats import (
+    Factors,
+    Target,
+    factors_of,
+    make_ends_plain,
+    make_plain,
+    write_peft,
+)
 from hasslefree.models.sites import find_sites
 
 # The tensors of S by their names after that of the layer, such as "weight_packed".
@@ -24,7 +31,11 @@ Packed = dict[str, dict[str, Tensor]]
 
 
 def write_compressed_tensors(model: PreTrainedModel, target: Target) -> dict[str, Path]:
-    """Write S in the pack-quantized layout of compressed-tensors into `base`, and L for PEFT."""
+    """Write S in the pack-quantized layout of compressed-tensors into `base`, and L for PEFT.
+
+    Embedding and head become dense: vLLM reads no others.
+    """
+    make_ends_plain(model)
     packed: Packed = {}
     groups: list[dict[str, Any]] = []
     for name, coded in check_layers(model, "vllm").items():
@@ -120,12 +131,15 @@ def write_base(
     sites = find_sites(model)
     tensors = model.state_dict()
     for name, parts in packed.items():
-        if sites[name].transposed:
+        if name in sites and sites[name].transposed:
             raise ModelError(
                 f"layer {name} stores its weight as (in, out), for which this format has no packed"
                 f" layout; use {option('to', 'gguf')} or {option('to', 'dense')}"
             )
         del tensors[f"{name}.weight"]
+        for tied, source in model.all_tied_weights_keys.items():
+            if source == f"{name}.weight":
+                tensors.pop(tied, None)
         for leaf, tensor in parts.items():
             tensors[f"{name}.{leaf}"] = tensor
     target.save(model, target.base, tensors)

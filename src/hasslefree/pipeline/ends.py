@@ -19,6 +19,7 @@ from hasslefree.core.gram import Gram, relative, working_dtype
 from hasslefree.core.grids import Quantised, Scaling
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.protocols import Decomposition
+from hasslefree.core.scales import Multiples
 from hasslefree.errors import ModelError, option
 from hasslefree.models.calibrate import MomentSums, checked
 from hasslefree.models.calls import Stop, hooks
@@ -136,9 +137,7 @@ def joined(parts: list[Decomposition], weight: Tensor, gram: Gram) -> Decomposit
     before = torch.tensor([part.relative_error_before_cast for part in parts]).double()
     total = norms.sum().item()
     coded = [part.quantised for part in parts if part.quantised is not None]
-    scale = torch.cat([codes.scaling.scale for codes in coded])
-    zero = torch.cat([codes.scaling.zero for codes in coded])
-    scaling = Scaling(coded[0].scaling.grid, scale, zero)
+    scaling = joined_scaling([codes.scaling for codes in coded])
     return Decomposition(
         torch.cat([part.sparse for part in parts]),
         LowRank(torch.cat([part.low_rank.u for part in parts]), parts[0].low_rank.v),
@@ -148,6 +147,20 @@ def joined(parts: list[Decomposition], weight: Tensor, gram: Gram) -> Decomposit
         tuple(dict.fromkeys(remark for part in parts for remark in part.remarks)),
         Quantised(torch.cat([codes.codes for codes in coded]), scaling),
     )
+
+
+def joined_scaling(parts: list[Scaling]) -> Scaling:
+    """The scaling of a matrix from those of its rows."""
+    storage = parts[0].storage
+    if isinstance(storage, Multiples):
+        stored = [part.storage for part in parts if isinstance(part.storage, Multiples)]
+        offsets = [units.offset_unit for units in stored if units.offset_unit is not None]
+        offset_unit = torch.cat(offsets) if offsets else None
+        scale_unit = torch.cat([units.scale_unit for units in stored])
+        storage = Multiples(storage.bits, scale_unit, offset_unit)
+    scale = torch.cat([part.scale for part in parts])
+    zero = torch.cat([part.zero for part in parts])
+    return Scaling(parts[0].grid, scale, zero, storage)
 
 
 def share_layer(job: Job, end: End, owner: int, solved: Done | None) -> Done:
