@@ -191,3 +191,13 @@ def test_bits_that_cannot_be_are_refused(fields, message):
 def test_a_name_that_is_nowhere_is_refused():
     with pytest.raises(ModelError, match="neither embedding nor head"):
         hasslefree.compress(build("llama"), "/tmp/never", Recipe(rank=2, leave_dense=("head",)), segments=segments())
+
+
+def test_a_size_counts_the_weights_of_both(tmp_path):
+    """Oracle: the bytes of the tensors."""
+    fields = {"size": "8bits", "bits": None, "rank": None, "group_size": 16, "allocate": "error"}
+    record, _ = compressed(tmp_path / "out", dtype=torch.bfloat16, **fields)
+    tensors = tensors_of(tmp_path / "out")
+    stored = sum(tensor.nbytes for tensor in tensors.values()) - record.other_bytes
+    assert 7.5 < 8 * stored / record.dense_parameters <= 8
+    assert record.dense_parameters == sum(layer.dense_bytes for layer in record.layers) / 2
