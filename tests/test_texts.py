@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hasslefree.errors import CalibrationError, UnknownNameError
 from hasslefree.models.tokenizer import encode as encode_whole
 from hasslefree.texts.segments import MOST_SHORT, disjoint_segments, draw_segments
-from hasslefree.texts.sources import calibration_documents, check_text, evaluation_text
+from hasslefree.texts.sources import calibration_documents, check_text, evaluation_documents, evaluation_protocol
 
 
 def encode(text):
@@ -53,7 +53,7 @@ def test_local_files(tmp_path):
     assert calibration_documents(str(lines)) == ["one", "two\u2028x", "three"]
     assert calibration_documents(f"{lines}[1:]") == ["two\u2028x", "three"]
     assert calibration_documents(f"{lines}[:1]") == ["one"]
-    assert evaluation_text(f"{lines}[0:2]") == "one\n\ntwo\u2028x"
+    assert evaluation_documents(f"{lines}[0:2]") == ["one", "two\u2028x"]
 
 
 def test_errors(tmp_path):
@@ -94,10 +94,11 @@ def test_hub_texts(monkeypatch, name, field, calibration, evaluation, joiner):
     assert calibration in asked[0]
     lines = [f"1-{i}" for i in range(1200)]
     assert list(documents) == (lines if name == "c4" else [joiner.join(lines)])
-    text = evaluation_text(name)
+    measured = evaluation_documents(name)
     assert evaluation in asked[1]
     assert calibration not in asked[1]
-    assert text == joiner.join(f"2-{i}" for i in range(1100 if name == "c4" else 1200))
+    assert list(measured) == [f"2-{i}" for i in range(1100 if name == "c4" else 1200)]
+    assert evaluation_protocol(name).joiner == joiner
 
 
 def test_a_byte_order_mark_is_no_text_and_half_a_surrogate_pair_is_an_error(tmp_path):
@@ -117,7 +118,7 @@ def test_a_hub_that_cannot_be_reached_is_a_message(monkeypatch):
 
     monkeypatch.setattr("datasets.load_dataset", fail)
     with pytest.raises(CalibrationError, match=r"'ptb' could not be downloaded .*\(ConnectError: no route\)"):
-        evaluation_text("ptb")
+        evaluation_documents("ptb")
 
 
 def test_disjoint_windows_are_of_other_documents_than_those_that_are_drawn_first():

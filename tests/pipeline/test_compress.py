@@ -15,7 +15,7 @@ from hasslefree import Recipe, SparseLowRankLinear
 from hasslefree.errors import BudgetError, CalibrationError, MemoryShortError, ModelError, OutputError, RecipeError
 from hasslefree.models import precision
 from hasslefree.pipeline import compress as module
-from hasslefree.pipeline.inputs import draw
+from hasslefree.pipeline.text import draw, read_texts
 from hasslefree.recipe.resolve import with_defaults
 from hasslefree.texts.segments import draw_segments
 from hasslefree.texts.sources import calibration_documents
@@ -183,7 +183,9 @@ def test_the_calibration_segments_are_those_that_the_recipe_asks_for(tmp_path):
     for seed in (0, 5):
         recipe = Recipe(method="wanda", calibration=str(text), samples=3, seqlen=20, seed=seed)
         expected = draw_segments(documents, lambda t: words(t)["input_ids"], 3, 20, seed)
-        assert torch.equal(draw(build("llama"), words, recipe), expected)
+        model = build("llama")
+        texts = read_texts(model, words, recipe, model.device)
+        assert torch.equal(draw(model, words, recipe, texts), expected)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import torch
 
 import hasslefree
 from hasslefree import Recipe
-from hasslefree.pipeline.inputs import draw
 from hasslefree.pipeline.self_text import beginning, written_segments
+from hasslefree.pipeline.text import draw, read_texts
 from tests.tiny_models import build, number_tokenizer, tensors_of
 
 SEQLEN = 16
@@ -26,6 +26,11 @@ def recipe(tmp_path):
     return Recipe(
         rank=2, method="eora", calibration=str(file), samples=8, seqlen=SEQLEN, match_predictions=64
     )  # fmt: skip
+
+
+def drawn(recipe):
+    model, tokenizer = build("llama"), number_tokenizer("<s> $A")
+    return draw(model, tokenizer, recipe, read_texts(model, tokenizer, recipe, model.device))
 
 
 def ids_read(model):
@@ -64,8 +69,8 @@ def test_the_flag_gives_the_segments_of_sparsegpt(recipe, tmp_path):
     bare, on = tensors_of(tmp_path / "bare"), tensors_of(tmp_path / "on")
     assert any(not torch.equal(bare[name], tensor) for name, tensor in on.items())
     # A document has a token more with the tokenizer's own before it, so that other windows are drawn.
-    off = draw(build("llama"), number_tokenizer("<s> $A"), plain)
-    on = draw(build("llama"), number_tokenizer("<s> $A"), recipe)
+    off = drawn(plain)
+    on = drawn(recipe)
     assert on[:, 1:].equal(off[:, 1:])
     assert on[:, 0].tolist() == [1] * 8
     assert set(off[:, 0].tolist()) != {1}

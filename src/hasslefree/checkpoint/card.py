@@ -231,7 +231,12 @@ def _text(report: Record) -> str:
     row = f"{report.tokens:,} tokens, in segments of {report.seqlen}"
     if report.first_tokens:
         row += ", each of which begins with what the tokenizer puts before a text"
-    return row
+    if len(report.texts) > 1:
+        shares = [f"{tokens / report.tokens:.0%} {name}" for name, tokens in report.texts.items()]
+        row += f": {', '.join(shares)}"
+    if report.left_out:
+        row += f" (without {', '.join(report.left_out)}, which could not be had)"
+    return _cell(row)
 
 
 def _stored(report: Record) -> str:

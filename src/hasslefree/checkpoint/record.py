@@ -123,7 +123,8 @@ class Record:
     Args:
         recipe: its fields. method: with all its hyper-parameters. versions: of the libraries.
         seqlen: as resolved for the model. tokens: of the calibration text. first_tokens: the ids
-            with which all its segments begin, as the tokenizer begins a text.
+            with which all its segments begin, as the tokenizer begins a text. texts: the tokens of
+            each text in it. left_out: why, by the names of the texts that could not be read.
         predictions: what prediction matching did; None without it. held_out: None if no perplexity
             was measured.
         sensitivities: by the name of each layer, the estimated divergence of the model's
@@ -157,6 +158,8 @@ class Record:
     own_segments: bool = False
     from_memory: bool = False
     first_tokens: tuple[Count, ...] = ()
+    texts: dict[str, Count] = dataclasses.field(default_factory=dict)
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
     phases: tuple[PhaseTime, ...] = ()
 
     @property

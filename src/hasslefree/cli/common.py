@@ -52,7 +52,7 @@ errors = Console(stderr=True, soft_wrap=not ON_TERMINAL)
 
 
 # Flags that take several values. --prompt does not: it is repeated before each text.
-LIST_FLAGS = ("--perplexity", "--tasks", "--leave-dense")
+LIST_FLAGS = ("--perplexity", "--tasks", "--leave-dense", "--calibration")
 
 
 class UntypedSwitches:

@@ -44,7 +44,7 @@ COMMON = {
     "pattern": "Zeros of S, such as 2:4 (default: by method).",
     "engine": "Program that runs the result (no default).",
     "effort": "Training after the fit: fast (none), balanced or best (default: by method).",
-    "calibration": "Text: c4, a file or self",
+    "calibration": "Text: c4, mixed, self, a file",
     "samples": "Number of calibration segments",
     "seqlen": "Tokens in a segment (default: 2048 at most).",
 }
@@ -75,17 +75,20 @@ def recipe_options() -> Iterator[Parameter]:
             if types[field.name] is bool:
                 default = "on" if default else "off"
             text = f"{text.rstrip('.')} (default: {default})."
-        option = flag(group, text, *field.metadata.get("flags", ()))
-        annotation: Any = Annotated[flag_type(types[field.name]) | None, option]
+        kind = flag_type(types[field.name])
+        # The column of types would be wider for the type of a list.
+        metavar = "<str>" if kind == list[str] else None
+        option = flag(group, text, *field.metadata.get("flags", ()), metavar=metavar)
+        annotation: Any = Annotated[kind | None, option]
         yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def flag_type(hint: Any) -> Any:
     """The type of a value on the command line.
 
-    It is int for int | None, list[str] for tuple[str, …], and str for a Literal.
+    It is int for int | None, list[str] for tuple[str, …] or a union with it, and str for a Literal.
     """
-    if typing.get_origin(hint) is tuple:
+    if any(typing.get_origin(kind) is tuple for kind in (hint, *typing.get_args(hint))):
         return list[str]
     for kind in (bool, int, float):
         if kind == hint or kind in typing.get_args(hint):

@@ -33,7 +33,8 @@ def call_evaluate(
         typer.Argument(metavar="MODEL", help="A hub name or a local folder, dense or compressed."),
     ],
     perplexity: Annotated[
-        list[str] | None, flag(TEXTS, "Texts: wikitext2, ptb, c4, or .txt and .jsonl files.")
+        list[str] | None,
+        flag(TEXTS, "Texts: wikitext2, ptb, c4, python, or .txt and .jsonl files."),
     ] = None,
     seqlen: Annotated[
         int | None, flag(TEXTS, "Tokens per window (default: 2048, or the limit).", min=2)

@@ -25,10 +25,16 @@ from hasslefree.evaluation.harness import Scores, evaluate_tasks
 from hasslefree.evaluation.tasks import check_harness, check_tasks
 from hasslefree.models.load import load_model, resolve_seqlen
 from hasslefree.models.probe import sees_later_tokens
-from hasslefree.models.tokenizer import encode, load_tokenizer, surrounding_tokens
+from hasslefree.models.tokenizer import (
+    encode,
+    is_rendered,
+    load_tokenizer,
+    surrounding_tokens,
+    written,
+)
 from hasslefree.progress import LOADING, Listener, Phases
-from hasslefree.texts.hub import HUB_TEXTS, Protocol
-from hasslefree.texts.sources import check_text, evaluation_protocol, evaluation_text
+from hasslefree.texts.hub import Protocol
+from hasslefree.texts.sources import check_text, evaluation_documents, evaluation_protocol
 from hasslefree.validation import Positive, typed
 
 logger = logging.getLogger(__name__)
@@ -162,7 +168,7 @@ def evaluate(
     """Measure the perplexity of a model, dense or compressed, on texts, and its accuracy on tasks.
 
     Args:
-        texts: hub names or paths.
+        texts: names of `texts.sources.MEASURED`, or paths.
         tasks: names of `evaluation.tasks.TASKS`.
         seqlen: tokens per window; None for 2048, or the model's limit if that is less.
         max_tokens: only the first tokens of each text.
@@ -181,7 +187,7 @@ def evaluate(
         last three only with tasks.
     """
     for text in texts:
-        check_text(text, tuple(HUB_TEXTS))
+        check_text(text)
     if tasks:
         check_tasks(tasks, task_data)
         check_harness()
@@ -263,7 +269,10 @@ def text_perplexity(
     if protocol.first_token:
         first, _ = surrounding_tokens(tokenizer)
     with phases.phase(f"reading {name}"):
-        tokens = encode(tokenizer, evaluation_text(text), max_tokens, protocol.special_tokens)
+        documents = evaluation_documents(text)
+        joined = protocol.joiner.join(written(tokenizer, document) for document in documents)
+        special_tokens = protocol.special_tokens and not is_rendered(tokenizer, documents[0])
+        tokens = encode(tokenizer, joined, max_tokens, special_tokens)
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     if embeddings is not None and len(tokens) and int(tokens.max()) >= embeddings.num_embeddings:
         raise ModelError(

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from hasslefree.errors import CheckpointError
 from hasslefree.models.load import check_name, loading, no_model
+from hasslefree.texts.files import Document
 from hasslefree.texts.sources import PIECE, WIDEST
 
 
@@ -84,6 +85,29 @@ def begin_with(segments: Tensor, first: list[int]) -> Tensor:
     begun = segments.clone()
     begun[:, : len(first)] = torch.tensor(first, dtype=segments.dtype)
     return begun
+
+
+def written(tokenizer: Any, document: Document) -> str:
+    """A document as text: a conversation in the chat template of the tokenizer.
+
+    Without a template its messages are paragraphs.
+    """
+    if isinstance(document, str):
+        return document
+    if tokenizer.chat_template is None:
+        return "\n\n".join(message["content"] for message in document)
+    return rendered(tokenizer, document)
+
+
+def encode_document(tokenizer: Any, document: Document) -> Tensor:
+    """Tokenise a document: (tokens,) int64. A chat template writes its special tokens itself."""
+    special_tokens = not is_rendered(tokenizer, document)
+    return encode(tokenizer, written(tokenizer, document), special_tokens=special_tokens)
+
+
+def is_rendered(tokenizer: Any, document: Document) -> bool:
+    """Say whether a chat template writes a document, with its special tokens."""
+    return not isinstance(document, str) and tokenizer.chat_template is not None
 
 
 def rendered(tokenizer: Any, messages: list[dict[str, str]], **options: Any) -> str:

@@ -23,8 +23,9 @@ from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import resolve_device
 from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.models.weights import Weights
-from hasslefree.pipeline.inputs import check_segments, draw, open_model
+from hasslefree.pipeline.inputs import check_segments, open_model
 from hasslefree.pipeline.preflight import preflight
+from hasslefree.pipeline.text import draw, read_texts
 from hasslefree.planning.advice import Advice
 from hasslefree.planning.duration import seconds_by_phase
 from hasslefree.planning.machine import memory_reused
@@ -84,7 +85,8 @@ def advise(
         room = layer_room(loaded, uniform[0], resolved)
         dense = weights_on_disk(loaded, uniform[0]) - uniform[0].size
         tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
-        segments = draw(loaded, tokenizer, resolved, phases, target).to(target)
+        texts = read_texts(loaded, tokenizer, resolved, target)
+        segments = draw(loaded, tokenizer, resolved, texts, phases, target).to(target)
         check_segments(loaded, segments, ALONE)
         untrained = dataclasses.replace(resolved, match_predictions=0)
         samples, seqlen = segments.shape

@@ -28,10 +28,11 @@ from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.models.weights import Weights
 from hasslefree.pipeline.block import compress_blocks
 from hasslefree.pipeline.held_out import Check
-from hasslefree.pipeline.inputs import check_segments, draw, open_model
+from hasslefree.pipeline.inputs import check_segments, open_model
 from hasslefree.pipeline.job import Job, PlannedModel
 from hasslefree.pipeline.metadata import configuration, described, recorded, write_rest
 from hasslefree.pipeline.preflight import preflight
+from hasslefree.pipeline.text import draw, read_texts
 from hasslefree.pipeline.training import matching_text, train_and_check
 from hasslefree.planning.duration import seconds_by_phase
 from hasslefree.planning.machine import memory_reused
@@ -154,9 +155,11 @@ def compress(
         weights = Weights(loaded, target)  # it finds out which weights are tied
         planned = plan_model(loaded, resolved)
         check_output(folder, overwrite, planned.bytes_to_write - work.progress.bytes)
+        texts = None
         if segments is None:
             tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
-            segments = draw(loaded, tokenizer, resolved, phases, target)
+            texts = read_texts(loaded, tokenizer, resolved, target)
+            segments = draw(loaded, tokenizer, resolved, texts, phases, target)
         else:
             segments = segments.clone()  # an inference tensor cannot be saved for a gradient
         check_segments(loaded, segments, world)
@@ -183,6 +186,7 @@ def compress(
             resolved=resolved,
             planned=planned,
             segments=segments,
+            texts=texts,
             world=world,
             work=work,
         )
@@ -299,9 +303,9 @@ def run_dense_model(job: Job) -> tuple[Reference | None, Check | None]:
         return None, None
     text = matching_text(job)
     check = None
-    if job.resolved.check and not job.own_segments:
+    if job.resolved.check and job.texts is not None:
         used = job.segments if text is None else torch.cat([job.segments, text])
-        check = Check.of(job.walk, job.resolved, job.tokenizer, used)
+        check = Check.of(job, job.texts, used)
     if text is None:
         return None, check
     local = job.world.share(text).to(job.device)

@@ -4,7 +4,7 @@ training has read.
 
 import logging
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -18,10 +18,11 @@ from hasslefree.models.calibrate import run_block
 from hasslefree.models.precision import computing
 from hasslefree.models.probe import logits_of
 from hasslefree.models.walk import Visit, Walk
-from hasslefree.pipeline.inputs import check_segments, more_text
+from hasslefree.pipeline.inputs import check_segments
+from hasslefree.pipeline.job import Job
+from hasslefree.pipeline.text import Texts, more_text
 from hasslefree.planning.schedule import HELD_OUT_ROWS, segments_held_out
 from hasslefree.progress import CHECK
-from hasslefree.recipe.fields import Fields
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +42,8 @@ class Check:
         self.compressed = self.dense.copy()
 
     @classmethod
-    def of(cls, walk: Walk, recipe: Fields, tokenizer: Any, used: Tensor) -> Self | None:
-        """Hold out a part of the text of a recipe.
+    def of(cls, job: Job, texts: Texts, used: Tensor) -> Self | None:
+        """Hold out a part of the texts of a run.
 
         Args:
             used: segments of the text that calibration and training read, (samples, tokens).
@@ -52,7 +53,8 @@ class Check:
         """
         seqlen = used.shape[1]
         count = segments_held_out(seqlen)
-        segments = more_text(walk, recipe, tokenizer, count, seqlen, used)
+        walk = job.walk
+        segments = more_text(walk, job.resolved, job.tokenizer, texts, count, seqlen, used)
         if not len(segments):
             logger.warning(
                 "no perplexity is measured: the calibration text is too short to hold some of"

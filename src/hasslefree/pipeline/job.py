@@ -11,6 +11,7 @@ from hasslefree.distributed import World
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.walk import Walk
 from hasslefree.packed.linear import SparseLowRankLinear
+from hasslefree.pipeline.text import Texts
 from hasslefree.planning.plan import Plan
 from hasslefree.recipe.resolve import Resolved
 
@@ -44,6 +45,7 @@ class Job:
         own_segments: the segments were given in place of the recipe's text.
         tokenizer: None only if segments were given.
         segments: calibration tokens of all processes, (samples, seqlen) int64.
+        texts: that the segments are of; None if segments were given.
         work: the unfinished folder.
         ends: embedding and head by name, once they are compressed.
     """
@@ -56,6 +58,7 @@ class Job:
     resolved: Resolved
     planned: PlannedModel
     segments: Tensor
+    texts: Texts | None
     world: World
     work: Unfinished
     ends: dict[str, SparseLowRankLinear] = field(default_factory=dict)

@@ -23,8 +23,8 @@ from hasslefree.checkpoint.originals import (
 from hasslefree.checkpoint.plugin import HasslefreeConfig
 from hasslefree.checkpoint.record import Record, versions
 from hasslefree.models.load import auto_class
-from hasslefree.pipeline.inputs import first_tokens
 from hasslefree.pipeline.job import Job
+from hasslefree.pipeline.text import first_tokens
 from hasslefree.units import significant
 
 logger = logging.getLogger(__name__)
@@ -34,8 +34,12 @@ def described(job: Job) -> Record:
     """The record of a compression before it has results."""
     model = job.walk.model
     first: list[int] = []
-    if not job.own_segments:
+    tokens: dict[str, int] = {}
+    left_out: dict[str, str] = {}
+    if job.texts is not None:
         first = first_tokens(job.tokenizer, job.resolved)
+        tokens = job.texts.tokens(job.segments)
+        left_out = job.texts.left_out
     return Record(
         model=job.name,
         recipe=job.resolved.to_dict(),
@@ -52,6 +56,8 @@ def described(job: Job) -> Record:
         own_segments=job.own_segments,
         from_memory=job.from_memory,
         first_tokens=tuple(first),
+        texts=tokens,
+        left_out=left_out,
     )
 
 

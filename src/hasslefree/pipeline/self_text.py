@@ -31,8 +31,29 @@ def whole_model(model: PreTrainedModel, device: torch.device) -> PreTrainedModel
 
     It is the model itself, or, if its weights are on the disk, another copy loaded by its name.
     """
-    if not any(parameter.is_meta for parameter in model.parameters()):
+    if not is_on_disk(model):
         return model
+    check_memory(model, device)
+    own_code = type(model).__module__.startswith("transformers_modules")
+    return load_model(
+        str(model.name_or_path), str(model.dtype).removeprefix("torch."), str(device), own_code
+    )
+
+
+def check_writer(model: PreTrainedModel, tokenizer: Any, device: torch.device) -> None:
+    """Raise an error if a model cannot write its own text: see `beginning` and `check_memory`."""
+    beginning(tokenizer)
+    if is_on_disk(model):
+        check_memory(model, device)
+
+
+def is_on_disk(model: PreTrainedModel) -> bool:
+    """Say whether weights of a model are not in memory."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def check_memory(model: PreTrainedModel, device: torch.device) -> None:
+    """Raise a MemoryShortError if another copy of a model does not fit in memory."""
     need = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     free = free_memory(device)
     if need > free:
@@ -41,10 +62,6 @@ def whole_model(model: PreTrainedModel, device: torch.device) -> PreTrainedModel
             f" {size(need)} of {size(free)} available on {device}; give a text"
             f" ({option('calibration', 'FILE')})"
         )
-    own_code = type(model).__module__.startswith("transformers_modules")
-    return load_model(
-        str(model.name_or_path), str(model.dtype).removeprefix("torch."), str(device), own_code
-    )
 
 
 def written_segments(

@@ -7,11 +7,12 @@ declarations. This module imports nothing heavy, so that `hasslefree --help` sta
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import ConfigDict
+from pydantic import BeforeValidator, ConfigDict
 
+from hasslefree.texts.shares import as_texts
 from hasslefree.validation import Dtype
 
 # The headings of the help, in its order.
@@ -107,9 +108,11 @@ class Fields:
     embedding_bits: int | None = declared(None, GRID)
     """Bits of the input embedding and of the output head: 2, 3, 4, 5, 6 or 8; 4 are the fastest
     (default: they stay dense)."""
-    calibration: str = declared("c4", TEXT)
-    """Text on which the layers are fitted: c4, wikitext2, ptb, a .txt or .jsonl file, or self for
-    text that the model writes itself, which needs no network and no file."""
+    calibration: Annotated[str | tuple[str, ...], BeforeValidator(as_texts)] = declared("c4", TEXT)
+    """Text on which the layers are fitted: c4, wikitext2, ptb, wikipedia, code, chat, languages, a
+    .txt or .jsonl file, python for Python's standard library, or self for text that the model
+    writes itself, which both need no network and no file; several with shares, such as
+    'c4:60% python:40%'; or mixed for all kinds."""
     first_token: bool = declared(True, TEXT)
     """Begin every segment with what the tokenizer puts before a text, such as <bos>; SparseGPT's
     code, and the paper's, do not."""

@@ -15,7 +15,7 @@ from hasslefree.recipe.fields import NAMES, Allocate, Fields
 from hasslefree.solve.methods import METHODS, build_method
 from hasslefree.solve.methods.prune import Prune
 from hasslefree.solve.pruners import PRUNERS
-from hasslefree.texts.sources import check_text
+from hasslefree.texts.sources import check_calibration
 from hasslefree.units import Size
 
 # What each effort sets, if the recipe leaves it open. MOVING is `balanced` for a sparse S whose
@@ -122,7 +122,10 @@ class Resolved(Fields):
     def to_dict(self) -> dict[str, Any]:
         """The fields of the recipe, for JSON."""
         fields = {name: getattr(self, name) for name in NAMES}
-        return fields | {"leave_dense": list(self.leave_dense)}
+        for name in ("calibration", "leave_dense"):
+            if isinstance(fields[name], tuple):
+                fields[name] = list(fields[name])
+        return fields
 
 
 def resolve(recipe: Fields, with_text: bool = True) -> Resolved:
@@ -144,7 +147,7 @@ def resolve(recipe: Fields, with_text: bool = True) -> Resolved:
         problems.append(Problem(error.fields or ("method",), error.message))
     problems += combination_problems(settings, solver)
     if with_text:
-        problems += refusals(lambda: check_text(settings.calibration), "calibration")
+        problems += refusals(lambda: check_calibration(settings.calibration), "calibration")
     if problems or solver is None:
         raise RecipeError.of(problems)
     fields: dict[str, Any] = {name: getattr(settings, name) for name in NAMES}

@@ -36,14 +36,16 @@ class HubText:
 
     Args:
         calibration, evaluation: the arguments of `datasets.load_dataset` for each use.
-        field: the field of a row that holds the text.
+        field: the field of a row that holds the text, or the messages of a conversation.
         protocol: how the perplexity is measured.
+        lines: rows are lines of one document.
     """
 
     calibration: dict[str, Any]
     evaluation: dict[str, Any]
     field: str
     protocol: Protocol
+    lines: bool = False
 
 
 # The texts and protocols of SparseGPT's experiments (arXiv 2301.00774), which the paper's public
@@ -69,12 +71,58 @@ HUB_TEXTS = {
         {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "split": "test"},
         field="text",
         protocol=Protocol(remainder=False),
+        lines=True,
     ),
     "ptb": HubText(
         {"path": "parquet", "data_files": _PTB.format("train"), "split": "train"},
         {"path": "parquet", "data_files": _PTB.format("test"), "split": "train"},
         field="sentence",
         protocol=Protocol(joiner=" ", remainder=False),
+        lines=True,
+    ),
+}
+# Texts of other kinds, of which no figures are published: the share of each that is measured on is
+# never calibrated on.
+FEW = Protocol(documents=1100, windows=256)
+_WIKIPEDIA = {
+    "path": "wikimedia/wikipedia",
+    "data_files": "20231101.en/train-00000-of-*.parquet",
+}
+_CODE = {"path": "codeparrot/codeparrot-clean-valid"}
+_CHAT = {"path": "HuggingFaceH4/ultrachat_200k", "split": "train"}
+_LANGUAGES = {"path": "allenai/c4", "split": "train"}
+_LANGUAGE = "multilingual/c4-{}-validation.tfrecord-0000{}-of-*.json.gz"
+
+
+def language_files(number: int) -> list[str]:
+    """The validation files of this number in C4's German, Spanish, French, Russian and Chinese."""
+    return [_LANGUAGE.format(language, number) for language in ("de", "es", "fr", "ru", "zh")]
+
+
+HUB_TEXTS |= {
+    "wikipedia": HubText(
+        _WIKIPEDIA | {"split": "train[:90%]"},
+        _WIKIPEDIA | {"split": "train[90%:]"},
+        field="text",
+        protocol=FEW,
+    ),
+    "code": HubText(
+        _CODE | {"split": "train[:90%]"},
+        _CODE | {"split": "train[90%:]"},
+        field="content",
+        protocol=FEW,
+    ),
+    "chat": HubText(
+        _CHAT | {"data_files": "data/train_sft-00000-of-*.parquet"},
+        _CHAT | {"data_files": "data/test_sft-00000-of-*.parquet"},
+        field="messages",
+        protocol=FEW,
+    ),
+    "languages": HubText(
+        _LANGUAGES | {"data_files": language_files(0)},
+        _LANGUAGES | {"data_files": language_files(1)},
+        field="text",
+        protocol=FEW,
     ),
 }
 

@@ -1,14 +1,16 @@
 """Segments of tokens that are drawn from the documents of a text."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hasslefree.errors import CalibrationError, option
+from hasslefree.texts.files import Document
 
-# The token ids of a text.
-Encode = Callable[[str], Sequence[int] | Tensor]
+# The token ids of a document.
+Encode = Callable[[Any], Sequence[int] | Tensor]
 # Text counts as repeated if this many consecutive tokens are, or half a window; and the base of
 # their hash.
 RUN = 32
@@ -21,7 +23,7 @@ SHORTEST = 32
 
 
 def in_turn(
-    documents: Sequence[str], order: Tensor, encode: Encode, seqlen: int
+    documents: Sequence[Document], order: Tensor, encode: Encode, seqlen: int
 ) -> Iterator[Tensor]:
     """Yield the tokens of documents in this order, int64 (tokens).
 
@@ -40,7 +42,7 @@ def in_turn(
 
 
 def disjoint_segments(
-    documents: Sequence[str],
+    documents: Sequence[Document],
     encode: Encode,
     most: int,
     seqlen: int,
@@ -98,13 +100,21 @@ def runs(tokens: Tensor, length: int) -> Tensor:
 
 
 def draw_segments(
-    documents: Sequence[str], encode: Encode, samples: int, seqlen: int, seed: int
+    documents: Sequence[Document],
+    encode: Encode,
+    samples: int,
+    seqlen: int,
+    seed: int,
+    share: float = 1.0,
 ) -> Tensor:
     """Random windows of random documents that are long enough, as SparseGPT draws them (arXiv
     2301.00774).
 
     Documents are visited in random order, one window each; a text with fewer long documents than
     samples gives several windows a document, but never more tokens than it has.
+
+    Args:
+        share: of this text in the samples of which an error speaks.
 
     Returns:
         (samples, seqlen) int64.
@@ -126,7 +136,7 @@ def draw_segments(
             windows.append(window(tokens))
         if len(windows) == samples:
             break
-    _check_length(lengths, samples, seqlen)
+    _check_length(lengths, samples, seqlen, share)
     while len(windows) < samples:
         windows.append(window(long[int(torch.randint(len(long), (), generator=generator))]))
     return torch.stack(windows)
@@ -136,11 +146,13 @@ def _check_length(
     lengths: list[int],
     samples: int,
     seqlen: int,
+    share: float,
 ) -> None:
     """Raise a CalibrationError if a text is too short for its segments.
 
     Args:
         lengths: the tokens of each document that was read.
+        share: as for `draw_segments`.
     """
     longest = max(lengths, default=0)
     if longest < seqlen:
@@ -157,6 +169,6 @@ def _check_length(
         raise CalibrationError(
             f"the calibration text is too short: {samples} samples × {seqlen} = {samples * seqlen}"
             f" tokens are needed, and its documents of at least {seqlen} tokens have {have} in"
-            f" total; use {option('samples', have // seqlen)}, a smaller {option('seqlen')} or a"
-            " longer text"
+            f" total; use {option('samples', int(have // seqlen / share))}, a smaller"
+            f" {option('seqlen')} or a longer text"
         )

@@ -1,12 +1,17 @@
-"""Texts by hub name or local path: their documents, and how their perplexity is measured."""
+"""Texts by name or local path: their documents, and how their perplexity is measured."""
 
 from collections.abc import Sequence
 
-from hasslefree.texts.files import local_documents
-from hasslefree.texts.hub import HUB_TEXTS, Protocol, documents_on_hub
+from hasslefree.texts.files import Document, local_documents
+from hasslefree.texts.hub import FEW, HUB_TEXTS, Protocol, documents_on_hub
+from hasslefree.texts.python import PYTHON, library_documents
+from hasslefree.texts.shares import MIXED, shares_of
 
 # The calibration text that the model writes itself (`pipeline.self_text`).
 SELF = "self"
+# The texts that have a name: for evaluation, and for calibration.
+MEASURED = (*HUB_TEXTS, PYTHON)
+KNOWN = (SELF, MIXED, *MEASURED)
 # A longer text is cut into pieces of this many characters before it is tokenised: a tokenizer takes
 # seconds and 200 MB for a million. At 128 a token, a piece of a document for calibration also has
 # the tokens of a segment.
@@ -14,47 +19,67 @@ PIECE = 1 << 18
 WIDEST = 128
 
 
-def calibration_documents(name: str, seqlen: int = 0) -> Sequence[str]:
-    """Read the documents of a hub name or a local file.
+def calibration_documents(name: str, seqlen: int = 0) -> Sequence[Document]:
+    """Read the documents of a named text or a local file.
 
     Line-based texts (wikitext2, ptb) are one document. Each piece of a document of more than
-    `PIECE` characters counts as a document.
+    `PIECE` characters counts as a document, but in the texts of the hub that have many documents.
 
     Args:
         seqlen: tokens in a segment, which a piece must hold.
     """
-    if name == "c4":  # it has no such documents
-        return documents_on_hub(name, HUB_TEXTS[name].calibration)
     if name in HUB_TEXTS:
         text = HUB_TEXTS[name]
-        documents = [text.protocol.joiner.join(documents_on_hub(name, text.calibration))]
+        rows = documents_on_hub(name, text.calibration)
+        if not text.lines:
+            return rows
+        documents: Sequence[Document] = [text.protocol.joiner.join(rows)]
+    elif name == PYTHON:
+        documents = library_documents(held_out=False)
     else:
-        documents = local_documents(name, tuple(HUB_TEXTS))
+        documents = local_documents(name, KNOWN)
     size = max(PIECE, WIDEST * seqlen)
-    pieces: list[str] = []
+    pieces: list[Document] = []
     for document in documents:
-        for start in range(0, len(document) or 1, size):
-            pieces.append(document[start : start + size])
+        if isinstance(document, str):
+            starts = range(0, len(document) or 1, size)
+            pieces += [document[start : start + size] for start in starts]
+        else:
+            pieces.append(document)
     return pieces
 
 
 def evaluation_protocol(name: str) -> Protocol:
-    """The protocol of a text: the published one for a hub name, all of a local file."""
+    """The protocol of a text: the published one of a hub name, and all of a local file."""
     if name in HUB_TEXTS:
         return HUB_TEXTS[name].protocol
+    if name == PYTHON:
+        return FEW
     return Protocol()
 
 
-def evaluation_text(name: str) -> str:
-    """Read the text to evaluate on: the joined documents of a hub name or a local file."""
-    protocol = evaluation_protocol(name)
+def evaluation_documents(name: str) -> Sequence[Document]:
+    """Read the documents of a text to evaluate on."""
+    if name == PYTHON:
+        return library_documents(held_out=True)
     if name not in HUB_TEXTS:
-        return protocol.joiner.join(local_documents(name, tuple(HUB_TEXTS)))
-    documents = documents_on_hub(name, HUB_TEXTS[name].evaluation)
-    return protocol.joiner.join(documents[: protocol.documents])
+        return local_documents(name, MEASURED)
+    text = HUB_TEXTS[name]
+    documents: Sequence[Document] = documents_on_hub(name, text.evaluation)
+    return documents[: text.protocol.documents]
 
 
-def check_text(name: str, known: Sequence[str] = (SELF, *HUB_TEXTS)) -> None:
+def check_text(name: str, known: Sequence[str] = MEASURED) -> None:
     """Raise an error unless a text is one of the known names, or a local file that is not empty."""
     if name not in known:
         local_documents(name, known)
+
+
+def check_calibration(calibration: str | Sequence[str]) -> None:
+    """Check the texts of a recipe and their shares.
+
+    Raises:
+        HasslefreeError: a text is unknown, missing or empty, or the shares are not a whole.
+    """
+    for name in shares_of(calibration):
+        check_text(name, KNOWN if name == calibration else (SELF, *MEASURED))

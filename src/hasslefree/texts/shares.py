@@ -1,0 +1,82 @@
+"""Several texts with shares: `c4:40% code:60%`, and the mixture that has a name."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hasslefree.errors import CalibrationError
+
+MIXED = "mixed"
+# The texts of `mixed`, in per cent: web, encyclopedia, code, conversations, other languages, and
+# what the model writes itself.
+MIXTURE = {
+    "c4": 30.0,
+    "wikipedia": 15.0,
+    "code": 10.0,
+    "python": 10.0,
+    "chat": 15.0,
+    "languages": 10.0,
+    "self": 10.0,
+}
+# By how much shares may miss 100 %, so that three of 33.3 % are a whole.
+ROUNDING = 0.2
+_SHARE = re.compile(r"(?P<name>.+):\s*(?P<share>\d{1,3}(\.\d{1,6})?)\s*%")
+
+
+def as_texts(given: Any) -> Any:
+    """The field `calibration` of a recipe: a text, or several as ("c4:40%", "code:60%").
+
+    Args:
+        given: either of them, a list, or a mapping {"c4": "40%", "code": "60%"}.
+    """
+    if isinstance(given, Mapping):
+        given = [f"{name}:{share}" for name, share in given.items()]
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list | tuple) or not given:
+        raise ValueError(f"calibration must be a text, or texts with shares, got {given!r:.60}")
+    if not all(isinstance(text, str) for text in given):
+        raise ValueError(f"calibration must list texts such as 'c4:40%', got {given!r:.60}")
+    if len(given) == 1:
+        return given[0]
+    return tuple(given)
+
+
+def shares_of(calibration: str | Sequence[str]) -> dict[str, float]:
+    """The share of each text in the segments, by its name; together 1.
+
+    Raises:
+        CalibrationError: a share is missing, or the shares do not add up to 100 %.
+    """
+    if calibration == MIXED:
+        return {name: share / 100 for name, share in MIXTURE.items()}
+    if isinstance(calibration, str) and not _SHARE.fullmatch(calibration):
+        return {calibration: 1.0}
+    listed = [calibration] if isinstance(calibration, str) else calibration
+    shares: dict[str, float] = {}
+    for text in listed:
+        match = _SHARE.fullmatch(text)
+        if match is None:
+            raise CalibrationError(f"the text {text!r} has no share; give one, such as {text}:20%")
+        if float(match["share"]) == 0:
+            raise CalibrationError(f"the share of the text {text!r} is 0; leave it out")
+        if match["name"] in shares:
+            raise CalibrationError(f"the text {match['name']!r} is named twice; add its shares")
+        shares[match["name"]] = float(match["share"])
+    total = sum(shares.values())
+    if abs(total - 100) > ROUNDING:
+        raise CalibrationError(
+            f"the shares of the calibration texts add up to {total:g} %, not to 100 %:"
+            f" {', '.join(listed)}"
+        )
+    return {name: share / total for name, share in shares.items()}
+
+
+def counts_of(shares: Mapping[str, float], total: int) -> dict[str, int]:
+    """Deal a number of segments to texts: whole numbers that add up, by the largest remainders."""
+    counts = {name: int(share * total) for name, share in shares.items()}
+    missing = total - sum(counts.values())
+    remainders = {name: share * total - counts[name] for name, share in shares.items()}
+    for name in sorted(shares, key=lambda name: -remainders[name])[:missing]:
+        counts[name] += 1
+    return counts
