@@ -29,9 +29,10 @@ from hasslefree.evaluation.tasks import TASKS, check_tasks
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_model
 from hasslefree.models.sites import find_sites
-from hasslefree.models.tokenizer import load_tokenizer
+from hasslefree.models.tokenizer import load_tokenizer, surrounding_tokens
 from hasslefree.packed.linear import compressed_layers
 from hasslefree.progress import Phases
+from hasslefree.texts.sources import evaluation_protocol
 
 __all__ = ["CALIBRATION", "MODEL", "TASKS", "load_tokenizer"]
 
@@ -74,9 +75,11 @@ class Measurement:
             name = kinds.name(text)
             if name in kinds.PLACES:
                 tokens = kinds.tokens(text, tokenizer, self.max_tokens)
-                found[name] = perplexity(model, tokens, window).perplexity
+                first, _ = surrounding_tokens(tokenizer)
+                found[name] = perplexity(model, tokens, window, first=first).perplexity
             else:
-                one = text_perplexity(model, tokenizer, text, window, self.max_tokens, 4, Phases())
+                protocol = evaluation_protocol(text)
+                one = text_perplexity(model, tokenizer, text, protocol, window, self.max_tokens, 4, Phases())
                 found[name] = one["perplexity"]
         return found
 
