@@ -50,7 +50,7 @@ from harness.models import Measurement
 from harness.record import RESULTS, ROOT, machine, resumed
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.sites import find_sites
-from hasslefree.pipeline.inputs import draw
+from hasslefree.pipeline.text import draw
 from off_grid import RECORD
 
 

@@ -39,8 +39,8 @@ from harness import texts as kinds
 from harness.models import Measurement
 from harness.record import RESULTS, machine, resumed
 from hasslefree.allocate.allocation import Allocation
-from hasslefree.pipeline.inputs import draw
 from hasslefree.pipeline.job import Job
+from hasslefree.pipeline.text import draw
 
 PARTS = ("Grams", "budgets", "training")
 # The name of a row → whether each part reads the mixture.

@@ -69,7 +69,7 @@ from hasslefree.allocate.sensitivity import ProbedLayer
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.walk import Walk
 from hasslefree.models.weights import Weights
-from hasslefree.pipeline.inputs import draw
+from hasslefree.pipeline.text import draw
 from hasslefree.progress import ALLOCATION, PROBES
 
 # By name, the fields of each recipe. The setting that decides: 2:4 + rank 16.

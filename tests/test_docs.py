@@ -83,5 +83,5 @@ def test_commands_of_the_pages_parse(page):
         assert name in commands, f"{page.name}: there is no command {name}"
         given = commands[name].make_context(name, arguments).params
         if "recipe" in given and given["recipe"] is None:
-            values = {field: value for field, value in given.items() if field in fields and value not in (None, [])}
+            values = {field: value for field, value in given.items() if field in fields and value not in (None, [], ())}
             hasslefree.Recipe(**values).resolve(with_text=False)

@@ -14,7 +14,7 @@ from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_model
 from hasslefree.models.sites import Site, find_sites
 from hasslefree.models.tokenizer import load_tokenizer
-from hasslefree.pipeline.inputs import draw
+from hasslefree.pipeline.text import draw
 from hasslefree.progress import SOLVING, Listener, Phases
 from hasslefree.report.content import short_names
 from hasslefree.solve.methods import build_method

@@ -94,8 +94,12 @@ def test_an_entry_that_is_not_as_the_format_says(change, message, folder, no_wei
 @pytest.mark.parametrize(
     ("name", "entry", "message"),
     [
-        ("model.layers.9.x", ENTRY, r"model\.layers\.9\.x, but LlamaForCausalLM has no linear layer of that name"),
-        ("model.norm", ENTRY, "model.norm, but LlamaForCausalLM has no linear layer of that name"),
+        (
+            "model.layers.9.x",
+            ENTRY,
+            r"model\.layers\.9\.x, but LlamaForCausalLM has no linear layer or embedding of that name",
+        ),
+        ("model.norm", ENTRY, "model.norm, but LlamaForCausalLM has no linear layer or embedding of that name"),
         (NAME, ENTRY | {"shape": [24, 64]}, r"up_proj has the shape \[24, 64\] .* but \[48, 32\] in the model"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from hasslefree.errors import ModelError
-from hasslefree.models.ends import End, find_ends, input_embeddings
+from hasslefree.models.ends import End, asked, find_ends
 from hasslefree.models.sites import find_sites
 
 # A list of blocks has at least this share of the parameters of the largest list.
@@ -90,7 +90,7 @@ def around(model: Any) -> list[str]:
     """The names of the modules that hold the input embeddings: the innermost first, the model, "",
     last.
     """
-    embeddings = input_embeddings(model)
+    embeddings = asked(model, "get_input_embeddings")
     holder = ""
     for name, module in model.named_modules():
         if module is embeddings:

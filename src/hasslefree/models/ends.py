@@ -104,8 +104,8 @@ def untie(model: Any, names: list[str]) -> None:
 def find_ends(model: Any) -> tuple[End, ...]:
     """Find the matrices of the input embedding and of the output head, or the one of both."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    embedding = end_of(modules, input_embeddings(model), is_embedding=True)
-    head = end_of(modules, model.get_output_embeddings(), is_embedding=False)
+    embedding = end_of(modules, asked(model, "get_input_embeddings"), is_embedding=True)
+    head = end_of(modules, asked(model, "get_output_embeddings"), is_embedding=False)
     ends = [end for end in (embedding, head) if end is not None]
     if embedding and head and head.name in sharing(model, embedding.name):
         obstacle = embedding.obstacle or head.obstacle
@@ -113,10 +113,10 @@ def find_ends(model: Any) -> tuple[End, ...]:
     return tuple([with_sharing(model, end) for end in ends])
 
 
-def input_embeddings(model: Any) -> nn.Module | None:
-    """The module of the input embeddings, if the model's class knows it."""
+def asked(model: Any, method: str) -> nn.Module | None:
+    """The module that a method of transformers returns, if the model's class knows it."""
     try:
-        module: nn.Module | None = model.get_input_embeddings()
+        module: nn.Module | None = getattr(model, method)()
     except (AttributeError, NotImplementedError):
         return None
     return module

@@ -84,7 +84,7 @@ def draw(
     model: PreTrainedModel,
     tokenizer: Any,
     recipe: Fields,
-    texts: Texts,
+    texts: Texts | None = None,
     phases: Phases | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
@@ -92,6 +92,7 @@ def draw(
 
     Args:
         recipe: says how many there are, and how they begin.
+        texts: what `read_texts` read; None to read them now.
         phases: in which the segments are counted.
         device: where the model writes its own text, if its weights are on the disk.
 
@@ -99,6 +100,7 @@ def draw(
         Token ids (samples, seqlen), int64; segments of several texts are mixed.
     """
     seqlen = resolve_seqlen(model, recipe.seqlen)
+    texts = texts or read_texts(model, tokenizer, recipe, device or model.device)
     with (phases or Phases()).phase(TEXT, recipe.samples, "segments") as phase:
 
         def encoded(document: Document) -> Tensor:

@@ -56,7 +56,7 @@ def test_the_values_are_the_least_squares_on_the_channels(units, steps, seed):
 
 def plan_of(**fields):
     resolved = Recipe(**fields).resolve(with_text=False)
-    return make_plan(select(find_blocks(build("llama")), resolved), resolved)[0]
+    return make_plan(select(find_blocks(build("llama")), resolved), resolved).blocks[0]
 
 
 @pytest.mark.parametrize("method", [{"method": "osscar"}, {"method": "osscar", "refit": True}, {"method": "losparse"},
