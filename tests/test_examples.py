@@ -24,7 +24,7 @@ MISSING = {
 LAST = {
     "compress_and_chat": "Write a line, or press Ctrl-D to end.",
     "fine_tune_low_rank": ": loss ",
-    "gguf_for_llama_cpp": "--lora exported/adapter.gguf",
+    "gguf_for_llama_cpp": "--lora compressed-adapter.gguf",
     "mixture_of_experts": "kept dense: ",
     "own_method": "oats: mean relative error",
     "serve_with_vllm": "Return a new dictionary",
@@ -42,7 +42,7 @@ def test_an_example_is_short(script):
 def test_an_example_runs(script, tmp_path):
     if reason := MISSING.get(script.stem):
         pytest.skip(reason)
-    own = {"mixture_of_experts": [], "gguf_for_llama_cpp": [str(CONVERTED)]}
+    own = {"mixture_of_experts": [], "gguf_for_llama_cpp": [str(CONVERTED), str(CONVERTER)]}
     model = own.get(script.stem, [str(MODEL)])
     run = {"cwd": tmp_path, "input": "Return a new dictionary\n", "capture_output": True, "text": True}
     done = subprocess.run([sys.executable, str(script.resolve()), *model], **run)

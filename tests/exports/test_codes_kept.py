@@ -304,8 +304,10 @@ def test_what_a_format_cannot_hold_is_refused_before_anything_is_written(work, t
             hasslefree.export(packed, out, to, template=template if to == "gguf" else None)
     with pytest.raises(OutputError, match="template= is for to='gguf'"):
         hasslefree.export(root / "packed", out, "mlx", template=template)
-    with pytest.raises(ModelError, match="needs template=, a GGUF file of the dense model"):
-        hasslefree.export(root / "packed", out, "gguf")
+    with pytest.raises(OutputError, match="converter= is for to='gguf'"):
+        hasslefree.export(root / "packed", out, "mlx", converter="convert.py")
+    with pytest.raises(ModelError, match="dense model was given from memory .* with template="):
+        hasslefree.export(root / "packed", out, "gguf", converter=__file__)
     assert not out.exists()
 
 
@@ -373,7 +375,7 @@ def test_a_template_that_is_no_gguf_file(work, tmp_path, monkeypatch):
         read_template(tmp_path / "pipe")
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ModelError, match=r'not installed: pip install "hasslefree\[gguf\]"'):
-        read_template(root / "template.gguf")
+        hasslefree.export(root / "packed", tmp_path / "out", "gguf", template=root / "template.gguf")
 
 
 def test_a_scale_that_float16_does_not_hold_is_refused(work, tmp_path):

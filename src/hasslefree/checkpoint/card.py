@@ -51,7 +51,9 @@ model = PeftModel.from_pretrained(base, "DIR")  # is_trainable=True to train the
 ```
 """
 
-_LOAD_GGUF = "    llama-cli -m DIR/model.gguf --lora DIR/adapter.gguf\n"
+_LOAD_GGUF = """    llama-cli -m DIR/model.gguf  # with --lora DIR/adapter.gguf if there is one
+    ollama create NAME -f DIR/Modelfile
+"""
 _LOAD_MLX = '    mlx_lm.generate --model DIR/base --adapter-path DIR --prompt "…"\n'
 
 _EXPORTS = {
@@ -68,8 +70,8 @@ _EXPORTS = {
         " the sparse matrices."
     ),
     "gguf": (
-        "`model.gguf` holds the quantised matrices, and `adapter.gguf` the low-rank ones as a LoRA"
-        " adapter."
+        "`model.gguf` holds the quantised matrices, and `adapter.gguf` the low-rank ones, if there"
+        " are any, as a LoRA adapter."
     ),
     "mlx": (
         "An adapter of mlx-lm that holds the low-rank matrices, and in `base` a model of the"

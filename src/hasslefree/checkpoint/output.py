@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -111,6 +111,26 @@ def replaced_whole(folder: Path, overwrite: bool) -> Iterator[Path]:
 
 
 @contextmanager
+def replaced_files(files: Sequence[Path]) -> Iterator[Path]:
+    """A new folder next to some files; those of their names in it replace them at the end.
+
+    A file that was not written into the folder is removed.
+    """
+    folder = files[0].parent
+    with (
+        disk_errors(files[0], "if there was such a file, it is unchanged"),
+        tempfile.TemporaryDirectory(dir=folder, prefix=".") as part,
+    ):
+        yield Path(part)
+        for file in files:
+            written = Path(part) / file.name
+            if written.exists():
+                fsync_and_rename(written, file)
+            else:
+                file.unlink(missing_ok=True)
+
+
+@contextmanager
 def disk_errors(path: Path, remedy: str) -> Iterator[None]:
     """Turn errors of the disk into a WriteError. path: the file or folder that is written."""
     try:
@@ -178,6 +198,18 @@ def put_in_place(
             f"{reason}. The new folder is complete; once {folder} is free: {finish}"
         ) from error
     shutil.rmtree(old, ignore_errors=True)
+
+
+def check_files(files: Mapping[Path, bytes], overwrite: bool) -> None:
+    """As `check_file`, for files by what they begin with; and an OutputError if one exists and
+    must not be replaced.
+    """
+    for file, start in files.items():
+        check_file(file, start)
+        if file.exists() and not overwrite:
+            raise OutputError(
+                f"{file} exists; use {option('overwrite', True)}, or give another file"
+            )
 
 
 def check_file(path: Path, start: bytes) -> None:

@@ -188,12 +188,12 @@ def call_compress(
 def next_commands(out: Path, recipe: Recipe) -> str:
     """The commands to type after a compression."""
     folder = shlex.quote(str(out))
-    targets = {"llama.cpp": "gguf --template DENSE.gguf", "mlx": "mlx"}
-    target = targets.get(recipe.engine or "", "dense")
+    targets = {"llama.cpp": "gguf FILE.gguf", "mlx": "mlx DEST"}
+    target = targets.get(recipe.engine or "", "dense DEST")
     return f"""Next:  hasslefree chat {folder}
        hasslefree report {folder}
        vllm serve {folder}  # with hasslefree[vllm]
-       hasslefree export {folder} --to {target} DEST"""
+       hasslefree export {folder} --to {target}"""
 
 
 @command(rich_help_panel=COMPRESS)

@@ -8,6 +8,7 @@ import typer
 from hasslefree.cli import common
 from hasslefree.cli.bars import phase_bars
 from hasslefree.cli.common import OUTPUT, Folder, Quiet, command, flag
+from hasslefree.errors import OutputError, option
 
 FORMATS = (
     "dense (plain weights), peft (sparse weights and a LoRA adapter), narrow (without the heads and"
@@ -15,17 +16,23 @@ FORMATS = (
     " (llama.cpp), mlx or compressed-tensors (vLLM)."
 )
 TEMPLATE = (
-    "For gguf: the dense model in bf16, f16 or f32, as llama.cpp's converter writes it (no"
-    " default)."
+    "For gguf: the dense model in bf16, f16 or f32, as llama.cpp's converter writes it (default:"
+    " the converter is run on the model that was compressed)."
 )
+CONVERTER = (
+    "For gguf: llama.cpp's convert_hf_to_gguf.py, or the folder that holds it (default: the one on"
+    " the PATH)."
+)
+DESTINATION = "The folder to write; for gguf, a file if its name ends with .gguf."
 
 
 @command("export", rich_help_panel=common.ELSEWHERE)
 def call_export(
     folder: Folder,
-    destination: Annotated[Path, typer.Argument(metavar="DEST", help="The folder to write.")],
+    destination: Annotated[Path, typer.Argument(metavar="DEST", help=DESTINATION)],
     to: Annotated[str, flag(OUTPUT, FORMATS)],
     template: Annotated[Path | None, flag(OUTPUT, TEMPLATE, metavar="FILE")] = None,
+    converter: Annotated[Path | None, flag(OUTPUT, CONVERTER, metavar="PATH")] = None,
     max_shard_size: Annotated[str, flag(OUTPUT, "Maximum size of a weight file.")] = "5GB",
     overwrite: Annotated[
         bool, flag(OUTPUT, "Replace DEST if it is not empty (default: off).", "--overwrite")
@@ -36,7 +43,10 @@ def call_export(
 ) -> None:
     """Write a compressed model for programs without hasslefree."""
     from hasslefree.exports.export import export
+    from hasslefree.exports.gguf import SUFFIX, Files
 
+    if push_to is not None and destination.suffix == SUFFIX:
+        raise OutputError(f"{option('push_to')} uploads a folder, and {destination} is a file")
     common.prepare_push(push_to, private)
     with phase_bars() as progress:
         export(
@@ -44,11 +54,16 @@ def call_export(
             destination,
             to,
             template=template,
+            converter=converter,
             overwrite=overwrite,
             max_shard_size=max_shard_size,
             progress=progress,
         )
     common.say(f"Written to {destination}.")
+    if to == "gguf":
+        common.say(
+            f"\nRun it in llama.cpp, or give it to Ollama:\n\n{Files.of(destination).commands}"
+        )
     common.push(destination, push_to)
 
 

@@ -156,8 +156,12 @@ class _Stream(TextStreamer):
         self.show(text)
 
 
-def dense_original(folder: Path) -> Path:
+def dense_original(folder: Path, instead: str = "--dense") -> Path:
     """Find the local folder of the dense model that compression.json names.
+
+    Args:
+        folder: of the compressed model.
+        instead: the option that gives the dense model otherwise, for messages.
 
     Raises:
         ModelError: it is not named there, or not on this machine.
@@ -165,22 +169,22 @@ def dense_original(folder: Path) -> Path:
     if not (folder / "compression.json").is_file():
         raise ModelError(
             f"{folder} has no compression.json, which would name the dense model; give that with"
-            " --dense"
+            f" {instead}"
         )
     try:
         record = read_record(folder)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}, or give the dense one with --dense") from None
+        raise CheckpointError(f"{error}, or give the dense one with {instead}") from None
     if record.from_memory:
         raise ModelError(
             f"the dense model was given from memory and may differ from {record.model}; name a"
-            " dense model with --dense"
+            f" dense model with {instead}"
         )
     local = find_local_model(record.model)
     if local is None:
         raise ModelError(
             f"the dense model {record.model} was not found from this folder or in the cache of the"
-            " hub; name it with --dense"
+            f" hub; name it with {instead}"
         )
     return local
 

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from transformers import PretrainedConfig, PreTrainedModel
@@ -18,12 +19,17 @@ from hasslefree.checkpoint.originals import (
     read_configuration,
     restore_keys,
 )
-from hasslefree.checkpoint.output import check_output, replaced_whole
+from hasslefree.checkpoint.output import (
+    check_files,
+    check_output,
+    replaced_files,
+    replaced_whole,
+)
 from hasslefree.errors import ModelError, OutputError, UnknownNameError, option
+from hasslefree.exports.converter import dense_template
 from hasslefree.exports.formats import Target, write_adapter, write_dense, write_narrow
-from hasslefree.exports.gguf import write_gguf
+from hasslefree.exports.gguf import SUFFIX, Files, write_gguf
 from hasslefree.exports.quantised import write_compressed_tensors, write_mlx
-from hasslefree.exports.template import read_template
 from hasslefree.files import read_json
 from hasslefree.models.load import auto_class, load_config, load_model
 from hasslefree.models.tokenizer import load_tokenizer
@@ -52,6 +58,7 @@ def export(
     to: str = "dense",
     *,
     template: str | Path | None = None,
+    converter: str | Path | None = None,
     overwrite: bool = False,
     max_shard_size: str = "5GB",
     progress: Listener | None = None,
@@ -59,20 +66,24 @@ def export(
     """Write a compressed model for readers that do not know hasslefree.
 
     Args:
-        folder: a compressed model. destination: the folder to write.
+        folder: a compressed model. destination: the folder to write; of "gguf" also a file whose
+            name ends with .gguf.
         to: "dense" (S + u v as plain weights), "peft" (an adapter with u v, and S as its base model
             in base/), "narrow" (dense, without the heads and neurons that nothing reads), or one in
             which the codes of a quantised S are kept: "gguf" (model.gguf and adapter.gguf for
             llama.cpp), "mlx" (an adapter, and base/) or "compressed-tensors" (a PEFT adapter, and
             base/ for vLLM and transformers).
         template: of "gguf": the dense model that was compressed, as llama.cpp's converter writes it
-            (bf16, f16, f32).
+            (bf16, f16, f32); if None, the converter is run on the model that the record names.
+        converter: of "gguf": llama.cpp's convert_hf_to_gguf.py, or its folder; if None, it is
+            looked for on the PATH.
         overwrite: replace a destination that is not empty, once the new one is complete.
         progress: as for `hasslefree.compress`.
 
     Raises:
         HasslefreeError: an unknown `to`, a folder that is not compressed, a destination that cannot
-            be written, a grid that the format cannot hold, a template of another model.
+            be written, a grid that the format cannot hold, a template of another model, a
+            converter that is missing or fails.
     """
     if to not in EXPORTS:
         raise UnknownNameError("export format", to, EXPORTS)
@@ -93,23 +104,37 @@ def export(
             f"{source} is not compressed by hasslefree, so there is nothing to export; compress it"
             " first"
         )
-    check_output(target, overwrite, source=source)
-    opened = None
-    if to == "gguf":
-        opened = read_template(template)
-    elif template is not None:
-        raise OutputError(f"{option('template')} is for {option('to', 'gguf')}; leave it out")
+    for name, value in (("template", template), ("converter", converter)):
+        if value is not None and to != "gguf":
+            raise OutputError(f"{option(name)} is for {option('to', 'gguf')}; leave it out")
+    files = None
+    if to == "gguf" and target.suffix == SUFFIX:
+        files = Files.of(target).starts
+        check_files(files, overwrite)
+    else:
+        check_output(target, overwrite, source=source)
     phases = Phases(progress)
-    with phases.phase(LOADING):
-        model = load_model(str(source), device="cpu")
-    auto = auto_class(model.config).__name__
-    # Compressed folders have transformers' own names; the export has those that checkpoints of the
-    # family have.
-    model._weight_conversions = None  # type: ignore[assignment]
-    check_output(target, overwrite, bytes_needed(model))
-    with phases.phase(WRITING), replaced_whole(target, overwrite) as part:
-        folders = EXPORTS[to](model, Target(part, Path(destination), max_shard_size, opened))
-        copy_rest(source, part, folders, auto, model.config)
+    with ExitStack() as stack:
+        opened = None
+        with phases.phase(LOADING):
+            if to == "gguf":
+                workspace = next(parent for parent in target.parents if parent.exists())
+                dense = dense_template(source, template, converter, workspace)
+                opened = stack.enter_context(dense)
+            model = load_model(str(source), device="cpu")
+        auto = auto_class(model.config).__name__
+        # Compressed folders have transformers' own names; the export has those that checkpoints of
+        # the family have.
+        model._weight_conversions = None  # type: ignore[assignment]
+        if files is None:
+            check_output(target, overwrite, bytes_needed(model))
+            writing = replaced_whole(target, overwrite)
+        else:
+            writing = replaced_files(list(files))
+        with phases.phase(WRITING), writing as part:
+            folders = EXPORTS[to](model, Target(part, Path(destination), max_shard_size, opened))
+            if files is None:
+                copy_rest(source, part, folders, auto, model.config)
 
 
 def bytes_needed(model: PreTrainedModel) -> int:

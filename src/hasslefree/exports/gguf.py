@@ -3,9 +3,11 @@ GGUF file of W.
 """
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,51 @@ ZEROS = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 0}
 # Metadata that the writer adds itself.
 REPLACED = ("general.architecture", "general.quantization_version", "general.file_type")
 Layers = dict[str, Coded]
+# The ending of a destination that is a file, and the beginning of a Modelfile.
+SUFFIX = ".gguf"
+FROM = "FROM ./"
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of an export: S, L unless every rank is 0, and both for Ollama."""
+
+    model: Path
+    adapter: Path
+    modelfile: Path
+
+    @classmethod
+    def of(cls, destination: Path) -> "Files":
+        """Those in a folder, or beside a file whose name ends with .gguf."""
+        if destination.suffix != SUFFIX:
+            names = ("model.gguf", "adapter.gguf", "Modelfile")
+            return cls(*[destination / name for name in names])
+        stem = destination.stem
+        names = (destination.name, f"{stem}-adapter.gguf", f"{stem}.Modelfile")
+        return cls(*[destination.with_name(name) for name in names])
+
+    def within(self, folder: Path) -> "Files":
+        """Files of the same names in another folder."""
+        return Files(*[folder / file.name for file in (self.model, self.adapter, self.modelfile)])
+
+    @property
+    def starts(self) -> dict[Path, bytes]:
+        """What each file begins with."""
+        return {self.model: b"GGUF", self.adapter: b"GGUF", self.modelfile: FROM.encode()}
+
+    @property
+    def commands(self) -> str:
+        """The commands that run the files that exist, in llama.cpp and in Ollama."""
+        words = ["llama-cli", "-m", str(self.model)]
+        if self.adapter.exists():
+            words += ["--lora", str(self.adapter)]
+        ollama = ["ollama", "create", "NAME", "-f", str(self.modelfile)]
+        return f"{shlex.join(words)}\n{shlex.join(ollama)}"
 
 
 def write_gguf(model: PreTrainedModel, target: Target) -> dict[str, Path]:
-    """Write model.gguf with S, and adapter.gguf with L unless every rank is 0."""
+    """Write S, L unless every rank is 0, and a Modelfile."""
+    files = Files.of(target.final).within(target.folder)
     template = target.template
     assert template is not None
     layers = check_layers(model, "llama.cpp")
@@ -43,10 +86,13 @@ def write_gguf(model: PreTrainedModel, target: Target) -> dict[str, Path]:
                     f" {option('leave_dense', [name])}, or export with {option('to', 'dense')}"
                 )
     places, changed = find_places(model, layers, template)
-    write_model(layers, places, changed, template, target.folder / "model.gguf")
+    write_model(layers, places, changed, template, files.model)
+    modelfile = f"{FROM}{files.model.name}\n"
     factors = factors_of(model)
     if factors:
-        write_adapter(factors, places, template, target.folder / "adapter.gguf")
+        write_adapter(factors, places, template, files.adapter)
+        modelfile += f"ADAPTER ./{files.adapter.name}\n"
+    files.modelfile.write_text(modelfile, encoding="utf-8")
     return {"gguf": target.folder}
 
 

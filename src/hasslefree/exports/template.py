@@ -37,11 +37,19 @@ CHUNK = 1024
 
 @dataclass(frozen=True)
 class Template:
-    """An open GGUF file. tensors: the reader's, by name."""
+    """An open GGUF file.
+
+    Args:
+        path: of the file.
+        reader: of the package gguf.
+        tensors: the reader's, by name.
+        dense: the folder of the model, if the file was converted for this export.
+    """
 
     path: Path
     reader: Any
     tensors: Mapping[str, Any]
+    dense: Path | None = None
 
     def shape(self, name: str) -> tuple[int, ...]:
         """(out, in) of a matrix."""
@@ -69,7 +77,12 @@ class Template:
         return torch.equal(rounded, theirs) or torch.equal((theirs - shift).to(ours.dtype), ours)
 
     def error(self, problem: str) -> ModelError:
-        return template_error(self.path, problem)
+        if self.dense is None:
+            return template_error(self.path, problem)
+        return ModelError(
+            f"the dense model {self.dense} {problem}; if it has changed since, give the one that"
+            f" was compressed as a GGUF file with {option('template')}"
+        )
 
 
 def template_error(path: Path, problem: str) -> ModelError:
@@ -79,23 +92,27 @@ def template_error(path: Path, problem: str) -> ModelError:
     )
 
 
-def read_template(file: str | Path | None) -> Template:
-    """Open a template. Raises a ModelError if it is none: missing, not a GGUF file, quantised, or
-    in parts.
-    """
-    if file is None:
-        raise ModelError(
-            f"{option('to', 'gguf')} needs {option('template')}, a GGUF file of the dense model, as"
-            " llama.cpp's convert_hf_to_gguf.py with --outtype bf16 writes it"
-        )
+def check_package() -> None:
+    """Raise a ModelError if the package gguf is not installed."""
     try:
-        from gguf import GGUFReader
+        import gguf  # noqa: F401
     except ImportError:
         remedy = 'pip install "hasslefree[gguf]"'
         raise ModelError(
             f"{option('to', 'gguf')} needs the package gguf, which is not installed: {remedy}"
         ) from None
-    path = Path(file)
+
+
+def read_template(path: Path, dense: Path | None = None) -> Template:
+    """Open a template. Raises a ModelError if it is none: missing, not a GGUF file, quantised, or
+    in parts.
+
+    Args:
+        path: of the file.
+        dense: the folder of the model that was converted into it, if any.
+    """
+    from gguf import GGUFReader
+
     try:
         if not path.is_file():  # a pipe would be waited for
             raise ValueError("it is no regular file")
@@ -111,7 +128,7 @@ def read_template(file: str | Path | None) -> Template:
         if kind not in PLAIN:
             problem = f"is quantised already: {tensor.name} has the type {kind}"
             raise template_error(path, problem)
-    return Template(path, reader, {tensor.name: tensor for tensor in reader.tensors})
+    return Template(path, reader, {tensor.name: tensor for tensor in reader.tensors}, dense)
 
 
 @dataclass(frozen=True)
