@@ -32,11 +32,11 @@ def test_the_smallest_block_that_has_every_value_is_taken(grid):
 
 
 # What the formats' own documentation says: MLX's quantize, compressed-tensors' pack-quantized with vLLM's kernels for
-# 4 and 8 bits, torch's _weight_int4pack_mm.
+# 4 and 8 bits, torch's _weight_int4pack_mm with one or two nibbles for a code.
 HELD = {
     "mlx": {("symmetric", bits) for bits in BITS} | {("offset", bits) for bits in BITS},
     "vllm": {(kind, bits) for kind in ("symmetric", "whole zero") for bits in (4, 8)},
-    "transformers": {(kind, 4) for kind in KINDS},
+    "transformers": {(kind, bits) for kind in KINDS for bits in BITS},
     "llama.cpp": {(kind_of(grid), grid.bits) for grid in GRIDS if block_of(grid)},
 }
 

@@ -7,8 +7,8 @@ value again.
     mlx            code · scale + bias             the model's dtype
     vllm           (code − zero) · scale           compressed-tensors: the model's dtype, and a zero
                                                    of as many bits
-    transformers   (code − 8) · scale + zero       torch's int4 operators: bfloat16, to which they
-                                                   round the zero, and scales of a few bits
+    transformers   (code − middle) · scale + value torch's int4 operators: bfloat16, to which they
+                   of the middle code              round that value, and scales of a few bits
 
 A group that is a multiple of the engine's, or a row, is held by repeating its numbers. MLX has no
 whole zeros: the bias that takes their place, −zero · scale, has more digits than a scale.
@@ -100,7 +100,7 @@ def _llama_cpp_bits(kind: str) -> tuple[int, ...]:
 
 ENGINES = {
     "transformers": Engine(
-        {OFFSET: (4,), WHOLE_ZERO: (4,), SYMMETRIC: (4,)}, (256, 128, 64, 32), multiples=True
+        {OFFSET: BITS, WHOLE_ZERO: BITS, SYMMETRIC: BITS}, (256, 128, 64, 32), multiples=True
     ),
     "llama.cpp": Engine(
         {kind: _llama_cpp_bits(kind) for kind in (OFFSET, SYMMETRIC, WHOLE_ZERO)}, (32,), group=32

@@ -13,13 +13,25 @@ from hasslefree.core.factors import CodedFactors, nearest
 from hasslefree.core.grids import Quantised
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import KernelError
-from hasslefree.packed.kernels import backends, int4, whole
+from hasslefree.packed.kernels import arrays, int4, whole
 from hasslefree.packed.kernels.backends import Case, choose
 from hasslefree.packed.layouts import PackedGroups
 
 OFFSETS, WHOLE, SYMMETRIC = Grid(4, 64, offset=True), Grid(4, 32), Grid(4, None, symmetric=True)
 SMALL_SCALES = Grid(4, 32, offset=True, scale_bits=5)
-grids = pytest.mark.parametrize("grid", [OFFSETS, WHOLE, SYMMETRIC, SMALL_SCALES], ids=str)
+grids = pytest.mark.parametrize("grid", [OFFSETS, WHOLE, SYMMETRIC, SMALL_SCALES, Grid(6, 32, offset=True)], ids=str)
+WIDTHS = [2, 3, 4, 5, 6, 8]
+# Rows of 192 are divided into groups of 64, and groups of 48 into groups of 16.
+KINDS = [
+    {"group": 16, "offset": True, "scale_bits": 4},
+    {"group": 16},
+    {"group": 32, "offset": True, "scale_bits": 8},
+    {"group": 32, "symmetric": True, "scale_bits": 6},
+    {"group": 48, "symmetric": True},
+    {"group": 64, "offset": True},
+    {"group": 96},
+    {"group": None, "offset": True},
+]
 pytestmark = pytest.mark.skipif(int4.without_cpu() is not None, reason=str(int4.without_cpu()))
 
 
@@ -63,12 +75,38 @@ def test_it_computes_the_matrix_of_the_codes(grid, rank, bias, tokens):
 
 
 @pytest.mark.parametrize("numba", [True, False])
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_every_grid_within_the_bound_of_its_terms(monkeypatch, kind, bits, numba):
+    """Oracle: float64, entry by entry, as each token is one input. Few tokens, and all of them at once."""
+    if not numba:
+        monkeypatch.setattr(arrays, "HAS_NUMBA", False)
+    grid = Grid(bits, **kind)
+    layer, matrix, _ = layer_of(grid, rank=0, bias=False)
+    scale = layer.spec.scales(layer.tensors()).double()
+    low = layer.spec.lowest(layer.tensors()).double()
+    scale, low = (each.repeat_interleave(192 // scale.shape[1], 1) for each in (scale, low))
+    middle = low + 2 ** (bits - 1) * scale
+    bound = middle.abs() + (8 * scale if bits > 4 else 0)
+    if grid.scale_bits:
+        bound += (matrix - middle).abs()
+    inputs = torch.eye(192).bfloat16()
+    with torch.no_grad():
+        few = torch.cat([layer(part) for part in inputs.split(int4.CPU_TOKENS)]).T
+        many = layer(inputs).T
+    assert layer.weight_packed is None
+    for found in (few, many):  # an entry that comes out is rounded once more
+        assert ((found.double() - matrix).abs() <= (bound * 1.01 + matrix.abs() * 1.01) / 256).all()
+
+
+@pytest.mark.parametrize("numba", [True, False])
 @pytest.mark.parametrize(("coded", "rank"), [(True, 3), (True, 16), (False, 3)])
 def test_the_low_rank_part_of_a_token(monkeypatch, numba, coded, rank):
-    monkeypatch.setattr(backends, "HAS_NUMBA", numba)
+    monkeypatch.setattr(arrays, "HAS_NUMBA", numba and arrays.HAS_NUMBA)
     layer, matrix, b = layer_of(coded=coded, rank=rank)
     x = torch.randn(1, 192).bfloat16()
     assert close(layer(x), F.linear(x.double(), matrix, b))
+    assert (layer.kernel.factors is not None) == arrays.HAS_NUMBA
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
@@ -79,8 +117,10 @@ def test_inputs_of_any_strides_and_several_tiles(tokens, monkeypatch):
     assert close(layer(x), F.linear(x.double(), matrix, b))
 
 
-def test_only_one_copy_of_the_codes_is_held_and_whoever_asks_gets_them_in_the_file_s_order():
-    layer, _, _ = layer_of()
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("group", [16, 64])
+def test_only_one_copy_of_the_codes_is_held_and_whoever_asks_gets_them_in_the_file_s_order(bits, group):
+    layer, _, _ = layer_of(Grid(bits, group, offset=True))
     stored, x = layer.weight_packed.clone(), torch.randn(1, 192).bfloat16()
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     y = layer(x)
@@ -171,9 +211,10 @@ def case(**changes):
 @pytest.mark.parametrize(
     ("changes", "rule", "reason"),
     [
-        ({"grid": Grid(3, 64)}, "dense", "take codes of 4 bits, and these have 3; use dense or unpacked"),
         ({"dtype": torch.float32}, "dense", "fast with bfloat16 only"),
-        ({"grid": Grid(4, 16)}, "dense", "a multiple of 32 inputs, and these have 16"),
+        ({"grid": Grid(4, 24)}, "dense", "a multiple of 16 inputs, and these have 24; use dense or unpacked"),
+        ({"grid": Grid(5, 32), "device": "cuda"}, "dense", "on CUDA, S has 4 bits in groups of a multiple of 32"),
+        ({"grid": Grid(4, 16), "device": "cuda"}, "dense", "on CUDA, S has 4 bits in groups of a multiple of 32"),
         ({"shape": (72, 128)}, "dense", "a multiple of 16 outputs, and the layer has 72"),
         ({"layout": PackedGroups(2, 4)}, "dense", "pattern dense"),
         ({"grid": None}, "numba", "pattern dense"),

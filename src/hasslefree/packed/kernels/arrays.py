@@ -1,13 +1,21 @@
 """Tensors as arrays for Numba's kernels, and the module of these kernels."""
 
+import ctypes
+import importlib.util
+import mmap
+import sys
 import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 
+# Looked up once: torch.compile cannot trace the search.
+HAS_NUMBA = importlib.util.find_spec("numba") is not None
 # Tokens for which a whole layer is one call at most: several calls cost more than the products.
 FEW = 4
+# Linux's MADV_PAGEOUT.
+PAGE_OUT = 21
 # Torch's own function, because vLLM replaces it in its workers by one that does nothing.
 set_torch_threads = torch.set_num_threads
 _kept = threading.local()
@@ -55,23 +63,32 @@ class LayerArrays:
 
 
 class FactorArrays:
-    """u (out, r), v (r, in) and a bias or None as arrays, contiguous and of one dtype, for a few
-    tokens.
+    """L and a bias as arrays, contiguous, for a few tokens in bfloat16.
+
+    Args:
+        u: (out, r) in bfloat16, or int8 codes.
+        v: (r, in), likewise.
+        scales: of the codes of u and v, (out,) and (r,).
+        bias: (out,), or None.
     """
 
     def __init__(
         self,
         u: Tensor,
         v: Tensor,
+        scales: tuple[Tensor, Tensor] | None,
         bias: Tensor | None,
     ):
-        if bias is None:
-            bias = u.new_empty(0)
-        self.arrays = (as_numpy(v), as_numpy(u), as_numpy(bias))
+        none = u.new_empty(0, dtype=torch.float32)
+        u_scale, v_scale = scales or (none, none)
+        tensors = (v, v_scale.float(), u, u_scale.float(), none if bias is None else bias.float())
+        self.arrays = tuple([as_numpy(tensor.contiguous()) for tensor in tensors])
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """y += x vᵀ uᵀ + b, for x (tokens, in) and y (tokens, out), both contiguous."""
-        numba_kernels().add_layer(as_numpy(x), *self.arrays, as_numpy(y))
+        from hasslefree.packed.kernels.nibbles import add_low_rank
+
+        add_low_rank(x.data_ptr(), y.data_ptr(), len(x), *self.arrays)
 
 
 def takes_few(x: Tensor) -> bool:
@@ -107,6 +124,20 @@ def workspace(size: int) -> Tensor:
         memory = torch.empty(size, dtype=torch.uint8)
         _kept.memory = memory
     return memory[:size]
+
+
+def give_up_pages(tensor: Tensor) -> None:
+    """Let Linux take the memory of a tensor that was mapped from a file and is no longer read. No
+    content is lost: a later read gets it from the file.
+    """
+    is_torch_memory = tensor.untyped_storage().resizable()
+    if sys.platform != "linux" or is_torch_memory:
+        return
+    first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = tensor.data_ptr() + tensor.nbytes - first
+    if size > 0:
+        # Older kernels than 5.4 refuse.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), PAGE_OUT)
 
 
 def bits_of(tensor: Tensor) -> Any:

@@ -4,7 +4,6 @@
 and `int4` has `int4`. docs/howto/run.md shows the rule, which was measured on a CPU.
 """
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,10 +12,9 @@ import torch
 from hasslefree.core.grids import Grid
 from hasslefree.errors import KernelError, UnknownNameError
 from hasslefree.packed.kernels import int4
+from hasslefree.packed.kernels.arrays import HAS_NUMBA as HAS_NUMBA
 from hasslefree.packed.layouts import Columns, Layout, PackedGroups
 
-# Looked up once: torch.compile cannot trace the search.
-HAS_NUMBA = importlib.util.find_spec("numba") is not None
 NO_CODES = "S is stored as quantised codes, which it cannot read; use int4, dense or unpacked"
 NO_GRADIENTS = "it computes no gradients; use dense, or torch.no_grad()"
 

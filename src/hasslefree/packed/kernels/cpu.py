@@ -57,6 +57,8 @@ def widen(value):
 def _widen(value):
     if isinstance(value, types.Float):
         return lambda value: value
+    if value == types.int8:  # a code
+        return lambda value: np.float32(value)
     return lambda value: u32(u32(value) << u32(16)).view(np.float32)
 
 

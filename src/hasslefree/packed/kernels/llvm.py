@@ -24,6 +24,8 @@ TOKENS = 64
 GROUPS = 16
 CODES = 11
 TABLE_ROWS = GROUPS * CODES + 5
+# Codes of four bits that are unpacked together: torch's order has at least so many side by side.
+NIBBLES = 8
 
 NEEDED = {"+avx512f", "+avx512vbmi2", "+avx512bf16"}
 WIDE = set(get_host_cpu_features().split(",")) >= NEEDED
@@ -395,6 +397,70 @@ def expand(
         return context.get_dummy_value()
 
     return types.none(values, types.uint64, types.uint32, row, types.uint64), generate
+
+
+@intrinsic
+def unpack_lanes(
+    typing,
+    codes,
+    low,
+    high,
+    shift,
+    terms,
+    at,
+    row,
+):
+    """row[at : at + 8] = code · scale + centre, in bfloat16.
+
+    A code is the four bits from `shift` on of a byte of `codes` from `low` on, plus 16 times those
+    from `high` on unless `high` is `low`. terms: float32 (2, rows), scales and centres; row: uint16
+    (rows,).
+    """
+
+    def generate(
+        context,
+        builder,
+        signature,
+        arguments,
+    ):
+        codes, low, high, shift, terms, at, row = arguments
+        words = ir.VectorType(INT32, NIBBLES)
+        floats = ir.VectorType(FLOAT, NIBBLES)
+
+        def constant(value):
+            return ir.Constant(words, [value] * NIBBLES)
+
+        shift = builder.insert_element(ir.Constant(words, ir.Undefined), shift, INT32(0))
+        shift = builder.shuffle_vector(shift, shift, constant(0))
+
+        def nibbles(first):
+            octets = ir.VectorType(BYTE, NIBBLES)
+            source = address(context, builder, signature.args[0], codes, [first], octets)
+            wide = builder.zext(builder.load(source, align=1), words)
+            return builder.and_(builder.lshr(wide, shift), constant(15))
+
+        def loaded(number):
+            place = [at.type(number), at]
+            source = address(context, builder, signature.args[4], terms, place, floats)
+            return builder.load(source, align=4)
+
+        code = nibbles(low)
+        above = builder.shl(nibbles(high), constant(4))
+        both = builder.or_(code, above)
+        is_single = builder.icmp_unsigned("==", low, high)
+        code = builder.sitofp(builder.select(is_single, code, both), floats)
+        scaled = builder.fmul(code, loaded(0), flags=("contract",))
+        value = builder.fadd(scaled, loaded(1), flags=("contract",))
+        bits = builder.bitcast(value, words)
+        odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+        bits = builder.add(bits, builder.add(odd, constant(0x7FFF)))
+        rounded = builder.trunc(builder.lshr(bits, constant(16)), ir.VectorType(INT16, NIBBLES))
+        target = address(context, builder, signature.args[6], row, [at], rounded.type)
+        builder.store(rounded, target, align=2)
+        return context.get_dummy_value()
+
+    index = types.uint64
+    return types.none(codes, index, index, types.uint32, terms, index, row), generate
 
 
 @intrinsic

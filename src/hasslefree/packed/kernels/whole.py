@@ -12,21 +12,16 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from hasslefree.packed.kernels import backends, ops
+from hasslefree.packed.kernels import arrays, backends, ops
 from hasslefree.packed.kernels.arrays import FactorArrays, LayerArrays, is_traced, takes_few
-from hasslefree.packed.kernels.int4 import CUDA_TOKENS, Int4, codes_in_file_order, codes_of_rows
+from hasslefree.packed.kernels.int4 import CUDA_TOKENS, Int4
 from hasslefree.packed.layouts import PackedGroups
 from hasslefree.packed.spec import LayerSpec
-from hasslefree.packed.storage import pack_codes, unpack_codes
 
 if TYPE_CHECKING:
     from hasslefree.packed.linear import SparseLowRankLinear
 
 logger = logging.getLogger(__name__)
-OTHER_BITS = (
-    "only 4 bits have fast operators; the backend unpacked is faster, and takes the dense model's"
-    " memory"
-)
 
 
 class Kernel(Protocol):
@@ -97,9 +92,9 @@ class GroupsKernel:
         layout = layer.spec.layout
         assert isinstance(layout, PackedGroups)
         if (layout.n, layout.m) == (2, 4) and not is_traced(x):
-            arrays = self._prepare(values, index, u, v, bias)
-            if arrays is not None:
-                return arrays.product(x)
+            layer_arrays = self._prepare(values, index, u, v, bias)
+            if layer_arrays is not None:
+                return layer_arrays.product(x)
         if v is None or layout.is_mask:
             return None
         return ops.product(x, values, index, layout, u, v, bias)
@@ -127,7 +122,7 @@ class GroupsKernel:
 
 
 class Int4Kernel:
-    """The backend `int4`: a complete S in codes of four bits.
+    """The backend `int4`: a complete S on a grid.
 
     On a CPU the kernel takes the buffer `weight_packed` of the layer, whose codes it holds in the
     order of torch's operators, so that one copy of the codes is in memory. `release` returns them.
@@ -193,37 +188,41 @@ class Int4Kernel:
             self._take(layer)
         else:
             obstacle = backends.BACKENDS["int4"](case)
-            if case.grid is not None and case.grid.bits != 4:
-                obstacle = OTHER_BITS
             if obstacle and case.device == "cpu":
                 log_slower(obstacle)
         self.key = key_of(layer)
 
     def _take(self, layer: "SparseLowRankLinear") -> None:
         tensors = layer.tensors()
-        codes = unpack_codes(tensors["weight_packed"], 4, layer.in_features)
+        words = tensors["weight_packed"]
+        assert layer.spec.grid is not None
+        bits = layer.spec.grid.bits
         scale = layer.spec.scales(tensors).detach()
-        self.operands = Int4.of(codes, scale, layer.spec.lowest(tensors))
-        if not codes.is_cpu:
+        low = layer.spec.lowest(tensors)
+        self.operands = Int4.of(words, bits, layer.in_features, scale, low)
+        if not words.is_cpu:
             return
         layer._buffers["weight_packed"] = None
-        factors = layer.factors()
-        if backends.HAS_NUMBA and factors is not None:
-            u, v = factors
-            self.factors = FactorArrays(u.contiguous(), v.contiguous(), layer.bias)
+        for tensor in tensors.values():
+            arrays.give_up_pages(tensor)
+        if arrays.HAS_NUMBA and layer.low_rank_u is not None and layer.low_rank_v is not None:
+            scales = None
+            if layer.spec.factor_bits:
+                u_scale = layer.get_parameter("low_rank_u_scale").detach()
+                scales = u_scale, layer.get_parameter("low_rank_v_scale").detach()
+            u, v = layer.low_rank_u.detach(), layer.low_rank_v.detach()
+            self.factors = FactorArrays(u, v, scales, layer.bias)
 
     def packed_rows(self, selected: Tensor) -> Tensor:
         """Rows of the buffer `weight_packed` that the kernel has taken: (rows,) → (rows, words)."""
         assert self.operands is not None
-        return pack_codes(codes_of_rows(self.operands.codes, selected), 4)
+        return self.operands.words_of_rows(selected)
 
     def release(self, layer: "SparseLowRankLinear") -> None:
         if self.operands is None:
             return
         if layer._buffers["weight_packed"] is None:
-            layer._buffers["weight_packed"] = pack_codes(
-                codes_in_file_order(self.operands.codes), 4
-            )
+            layer._buffers["weight_packed"] = self.operands.words()
         self.operands = None
         self.factors = None
         self.key = ()
