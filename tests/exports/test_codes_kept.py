@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import Recipe
+from hasslefree.checkpoint.record import read_record
 from hasslefree.core.grids import BITS, Grid, Quantised
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.protocols import Decomposition
@@ -21,6 +22,7 @@ from hasslefree.exports.codes import Coded
 from hasslefree.exports.gguf import blocks_of
 from hasslefree.exports.template import find_vector, nearest_rows, read_template, row_order
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
+from hasslefree.recipe.engines import K_TYPES
 from tests.tiny_models import build, in_one_file, segments
 
 # The engines' tensors are asked for by a row of these sizes: a multiple of 32, and of no other group.
@@ -207,6 +209,37 @@ def test_every_grid_that_llama_cpp_holds_is_held_to_the_bit(grid):
     blocks = blocks_of(Coded(layer, grid, 32)).numpy()
     found = gguf.dequantize(blocks, gguf.GGMLQuantizationType[block_of(grid)])
     assert np.array_equal(found, layer.unpacked().detach().numpy())
+
+
+@pytest.mark.parametrize("name", K_TYPES)
+def test_every_k_type_is_held_to_the_bit(name):
+    gguf = pytest.importorskip("gguf")
+    layer = layer_on(K_TYPES[name], width=768)
+    blocks = blocks_of(Coded(layer, K_TYPES[name], 0)).numpy()
+    found = gguf.dequantize(blocks, gguf.GGMLQuantizationType[name])
+    assert np.array_equal(found, layer.unpacked().detach().numpy())
+
+
+def test_a_size_gives_one_file_in_llama_cpp_s_own_types(tmp_path):
+    fields = {"method": None, "rank": None, "group_size": None, "engine": "llama.cpp", "size": "4.6bits"}
+    dense = compressed(tmp_path / "packed", {"intermediate_size": 256}, embedding_bits=6, **fields)
+    write_template(tmp_path / "template.gguf", dense)
+    hasslefree.export(tmp_path / "packed", tmp_path / "out", "gguf", template=tmp_path / "template.gguf")
+    assert sorted(file.name for file in (tmp_path / "out").glob("*.gguf")) == ["model.gguf"]
+    reader, found = read(tmp_path / "out" / "model.gguf")
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    names = set()
+    for name, layer in in_float32(tmp_path / "packed").items():
+        tensor = tensors[renamed(f"{name}.weight")]
+        names.add(tensor.tensor_type.name)
+        assert tensor.tensor_type.name.endswith("_K") == name.endswith("down_proj")
+        assert np.array_equal(found[tensor.name], permuted(name, layer.unpacked().detach().numpy())), name
+    assert "Q8_0" in names  # of the embedding
+    record = read_record(tmp_path / "packed")
+    stored = {layer.name: layer.bytes for layer in record.layers}
+    assert all(tensors[renamed(f"{name}.weight")].n_bytes == size for name, size in stored.items())
+    again = Recipe(**{name: value for name, value in record.recipe.items() if value is not None})
+    assert again.resolve().to_dict() == record.recipe
 
 
 def mlx_values(words, scales, biases, bits):

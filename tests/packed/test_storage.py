@@ -84,7 +84,13 @@ def test_there_and_back(pattern, bits, symmetric, group, dtype, seed):
             assert tensors["weight_zero_point"][:, g].tolist() == words(column, bits)
 
 
-@pytest.mark.parametrize(("pattern", "kind"), [("dense", {"offset": True}), ("dense", {}), ("2:4", {}), ("row", {})])
+BLOCKS = [{"offset": True, "block": 16}, {"symmetric": True, "block": 24}]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kind"),
+    [("dense", {"offset": True}), ("dense", {}), ("2:4", {}), ("row", {}), *(("dense", kind) for kind in BLOCKS)],
+)
 @pytest.mark.parametrize("bits", [4, 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_small_scales_there_and_back(pattern, kind, bits, dtype):
@@ -102,7 +108,11 @@ def test_small_scales_there_and_back(pattern, kind, bits, dtype):
     assert torch.equal(spec.unpack(tensors), quantised.values())
     numbers = {"weight_scale": scaling.scale} | ({"weight_offset": -scaling.zero} if grid.offset else {})
     for name, values in numbers.items():
-        multiples = (values / tensors[name].float()[:, None] * 2**bits).round().int()
+        units = tensors[name].float().view(10, -1)
+        multiples = values / units.repeat_interleave(6 // units.shape[1], 1) * 2**bits
+        if grid.symmetric:  # with a sign
+            multiples = multiples / 2 + 2 ** (bits - 1)
+        multiples = multiples.round().int()
         assert tensors[f"{name}_packed"].tolist() == [words(row, bits) for row in multiples.tolist()]
 
 

@@ -5,9 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from hasslefree.core.grids import BITS, Grid
-from hasslefree.recipe.engines import ENGINES, block_of, grid_for, kind_of, refusal
+from hasslefree.packed.spec import LayerSpec
+from hasslefree.recipe.engines import ENGINES, K_TYPES, block_of, grid_for, kind_of, refusal, type_like, types_for
 
 SERVE = Path(__file__).parents[2] / "docs" / "howto" / "serve.md"
 KINDS = {"symmetric": {"symmetric": True}, "offset": {"offset": True}, "whole zero": {}}
@@ -29,6 +31,30 @@ def multiples(grid):
 def test_the_smallest_block_that_has_every_value_is_taken(grid):
     blocks = WITH_MINIMUM if grid.offset else SIGNED
     assert block_of(grid) == next((name for name, held in blocks.items() if multiples(grid) <= set(held)), None)
+
+
+@pytest.mark.parametrize("name", [*K_TYPES, *SIGNED, *WITH_MINIMUM])
+def test_a_layer_takes_the_bytes_of_its_type(name):
+    """Oracle: the package gguf."""
+    gguf = pytest.importorskip("gguf")
+    grids = {block_of(grid): grid for grid in (*types_for(256), *types_for(32))}
+    entries, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    # Rows of eight blocks, so that no word of 32 bits is filled up.
+    spec = LayerSpec("dense", (3, 8 * entries), 0, 24 * entries, grids[name])
+    assert spec.bytes(torch.bfloat16) == 24 * size
+
+
+def test_types_follow_the_length_of_rows():
+    for width in (32, 64, 256, 288, 512):
+        types = types_for(width)
+        assert all(ENGINES["llama.cpp"].holds(grid) and width % (grid.block or 32) == 0 for grid in types)
+        sizes = [LayerSpec("dense", (1, 9 * width), 0, 9 * width, grid).bytes(torch.bfloat16) for grid in types]
+        assert sizes == sorted(sizes)
+        for grid in types_for(256):
+            assert type_like(grid, width) in types
+            assert type_like(grid, width).bits >= grid.bits
+    assert not ENGINES["llama.cpp"].holds(Grid(4, 32, offset=True, scale_bits=5, block=256))
+    assert not ENGINES["mlx"].holds(K_TYPES["Q4_K"])
 
 
 # What the formats' own documentation says: MLX's quantize, compressed-tensors' pack-quantized with vLLM's kernels for

@@ -55,6 +55,23 @@ def test_every_pass_lowers_the_loss_and_stays_on_the_grid(kind, group, bits):
     assert losses[3] <= losses[2] <= losses[1]
 
 
+@pytest.mark.parametrize("kind", ["symmetric", "offset"])
+def test_numbers_stay_multiples_of_the_units_of_their_block(kind):
+    """Oracle: the definition, block by block; the loss falls as on other grids."""
+    target, h, start = swept(Grid(3, 8, scale_bits=6, block=16, **KINDS[kind]))
+    found = descend(target, start, h, everything(target), 3)
+    assert oracles.loss(target - found.sparse, h) < 0.97 * oracles.loss(target - start.sparse, h)
+    units, bits = found.scaling.storage, 5 if kind == "symmetric" else 6
+    for g in range(4):
+        k = found.scaling.scale[:, g] / units.scale_unit[:, g // 2] * 2**bits
+        torch.testing.assert_close(k, k.round(), rtol=0, atol=1e-9)
+        assert k.abs().min() >= 1
+        if kind == "offset":
+            m = -found.scaling.zero[:, g] / units.offset_unit[:, g // 2] * 2**bits
+            torch.testing.assert_close(m, m.round(), rtol=0, atol=1e-9)
+    assert (found.scaling.scale < 0).any() == (kind == "symmetric")
+
+
 @kinds
 def test_a_single_change_of_a_code_cannot_help_any_more(kind):
     """Oracle: every other code of every entry, one at a time."""

@@ -15,6 +15,7 @@ from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import Unstructured
 from hasslefree.planning.plan import STEP as RANK_STEP
 from hasslefree.planning.plan import LayerPlan
+from hasslefree.recipe.engines import types_for
 from hasslefree.recipe.resolve import Resolved
 
 # A layer keeps at least this share of its uniform rank and non-zeros, and gets at most this.
@@ -191,6 +192,8 @@ def grid_options(
     assert uniform_grid is not None
     # The group of this layer may be smaller than that of others.
     grids = [dataclasses.replace(grid, group=uniform_grid.group) for grid in resolved.grids]
+    if resolved.in_types:
+        grids = list(types_for(plan.shape[1]))
     ranks = _ranks(plan, resolved.rank_on_grids)
     errors: dict[Grid, float] = {}
     rates: list[float] = []

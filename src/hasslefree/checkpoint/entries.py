@@ -82,7 +82,7 @@ def _read_entry(name: str, content: Any) -> Entry:
             raise InvalidError(
                 "grid",
                 "grid must have the fields bits, group and symmetric, offset if true, and"
-                " scale_bits if set",
+                " scale_bits and block if set",
             )
         return validated(Entry, {"spec": content, "crc32": content.get("crc32")})
     except (HasslefreeError, InvalidError) as error:

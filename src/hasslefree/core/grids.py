@@ -44,6 +44,8 @@ class Grid(Checked):
         offset: store the value of code 0 for each group, in place of a whole zero.
         scale_bits: store scales and offsets as multiples of units of their row, with so many bits,
             one of SCALE_BITS; None for floats of 16 bits.
+        block: with scale_bits, the number of consecutive inputs that share units, a multiple of the
+            group; None for a whole row. Scales of a symmetric grid with blocks have a sign.
 
     Example:
         >>> scaling = Grid(bits=4, group=64).scaling(weight)  # weight: (out, in)
@@ -56,6 +58,7 @@ class Grid(Checked):
     symmetric: bool = False
     offset: bool = False
     scale_bits: int | None = None
+    block: Positive | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,6 +75,11 @@ class Grid(Checked):
             )
         if self.scale_bits is not None:
             self._check_scale_bits(self.scale_bits)
+        if self.block is not None and (not self.scale_bits or self.block % (self.group or 0)):
+            raise GridError(
+                f"a block of {self.block} inputs needs scale_bits, and groups that divide it",
+                ("block",),
+            )
 
     def _check_scale_bits(self, bits: int) -> None:
         if bits not in SCALE_BITS:
@@ -96,11 +104,13 @@ class Grid(Checked):
             text += ", with offsets"
         if self.scale_bits:
             text += f", scales of {self.scale_bits} bits"
+        if self.block:
+            text += f" in blocks of {self.block}"
         return text
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: what a reader of the codes needs; `offset` and `scale_bits` only where they
-        are set.
+        """For JSON: what a reader of the codes needs; `offset`, `scale_bits` and `block` only where
+        they are set.
         """
         content: dict[str, Any] = {
             "bits": self.bits,
@@ -111,6 +121,8 @@ class Grid(Checked):
             content["offset"] = True
         if self.scale_bits:
             content["scale_bits"] = self.scale_bits
+        if self.block:
+            content["block"] = self.block
         return content
 
     @property
@@ -118,10 +130,19 @@ class Grid(Checked):
         """The largest code."""
         return (1 << self.bits) - 1
 
+    @property
+    def signed_scales(self) -> bool:
+        """True if scales may be negative."""
+        return self.symmetric and self.block is not None
+
     def check(self, shape: Sequence[int], pattern: "Pattern | None" = None) -> None:
         """Raise GridError if a weight (out, in) cannot have this grid, alone or with a pattern."""
         if self.group is not None:
             self._check_group(self.group, shape[1], pattern)
+        if self.block is not None and shape[1] % self.block:
+            raise GridError(
+                f"blocks of {self.block} do not divide the {shape[1]} inputs of the layer"
+            )
         if self.offset and pattern and pattern.kept(shape) < math.prod(shape):
             raise GridError(
                 f"pattern {pattern} prunes entries, and a grid with offsets need not have the value"
@@ -156,6 +177,12 @@ class Grid(Checked):
         if self.group is None:
             return 1
         return width // self.group
+
+    def blocks(self, width: int) -> int | None:
+        """The number of blocks in a row of `width` inputs; None if its units are those of a row."""
+        if self.block is None:
+            return None
+        return width // self.block
 
     def fit(self, entries: Tensor, storage: Floats | Multiples = FLOATS) -> "Levels":
         """The levels of groups of entries (out, …, n), from the smallest entry to the largest
@@ -198,13 +225,17 @@ class Grid(Checked):
         return best
 
     def _ends(self, entries: Tensor) -> tuple[Tensor, Tensor]:
-        """The ends of the whole range of values of groups (…, n): (…, 1) each."""
+        """The values of the lowest and of the highest code for groups (…, n): (…, 1) each."""
         high = entries.amax(-1, keepdim=True)
         low = entries.amin(-1, keepdim=True)
         if self.offset and self.scale_bits:
             return low.clamp_max_(0), high  # no multiple is above 0
         if self.offset:
             return low, high
+        if self.signed_scales:
+            # The code that has no opposite is at the entry that is farthest from zero.
+            low = torch.where(high > -low, high, low)
+            return low, low * ((1 - self.top) / (1 + self.top))
         high = high.clamp_min_(0)
         low = low.clamp_max_(0)
         if self.symmetric:
@@ -218,9 +249,9 @@ class Grid(Checked):
         high: Tensor,
         storage: Floats | Multiples,
     ) -> "Levels":
-        """Levels whose codes run from low to high. Without an offset, low ≤ 0 ≤ high."""
+        """Levels whose codes run from low to high. Without an offset, 0 is between them."""
         span = storage.scales((high - low) / self.top)
-        scale = torch.where(span > 0, span, 1.0)  # a group of equal entries
+        scale = torch.where(span != 0, span, 1.0)  # a group of equal entries
         if self.offset and self.scale_bits:
             # Where scales are coarse, codes from the low end lose less than codes in the middle.
             zero = storage.offsets(low)
@@ -252,9 +283,11 @@ class Grid(Checked):
         """Which numbers the scales and offsets of a matrix (out, in) may be."""
         if self.scale_bits is None:
             return FLOATS
-        levels = self.fit(self._by_group(matrix))
-        offset = levels.zero.squeeze(-1) if self.offset else None
-        return Multiples.covering(self.scale_bits, levels.scale.squeeze(-1), offset)
+        low, high = self._ends(self._by_group(matrix))
+        scale = (high - low).squeeze(-1) / self.top
+        offset = low.squeeze(-1) if self.offset else None
+        blocks = self.blocks(matrix.shape[1])
+        return Multiples.covering(self.scale_bits, scale, offset, blocks, self.signed_scales)
 
     def _by_group(self, matrix: Tensor) -> Tensor:
         return matrix.unflatten(1, (self.groups(matrix.shape[1]), -1))
@@ -351,6 +384,12 @@ class Scaling:
         """Those of the entries of input j, (out,); writing to them changes the group of j."""
         g = j // self.grid.group if self.grid.group else 0
         return Levels(self.grid, self.scale[:, g], self.zero[:, g])
+
+    def storage_at(self, j: int) -> Floats | Multiples:
+        """Which numbers those of the group of input j may be."""
+        if isinstance(self.storage, Multiples):
+            return self.storage.of_block(j // self.grid.block if self.grid.block else 0)
+        return self.storage
 
     def by_group(self, matrix: Tensor) -> Tensor:
         """A matrix (out, in) as (out, groups, n)."""

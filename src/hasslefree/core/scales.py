@@ -1,14 +1,20 @@
 """Which numbers the scales and offsets of a grid may be, which is how they are stored.
 
 Either floats with the eight significant bits of bfloat16, which are the same numbers in every dtype
-of a model. Or whole multiples of a unit of their row, as in the double quantisation of QLoRA (arXiv
-2305.14314) and in the K types of llama.cpp, with b bits each:
+of a model. Or whole multiples of a unit of their row, or of a block of their row, as in the double
+quantisation of QLoRA (arXiv 2305.14314) and in the K types of llama.cpp, with b bits each:
 
     scale_g  =  k_g·unit / 2^b,      k_g = 1, …, 2^b − 1
     offset_g = −m_g·unit' / 2^b,     m_g = 0, …, 2^b − 1
 
-The units are such floats themselves, near the largest scale and offset of the row: division by a
-power of two is exact. Products with a code of eight bits are exact in float32.
+On a symmetric grid with blocks, scales have a sign, which takes one of the bits: the codes reach
+one step further on one side of zero, and the sign chooses the side.
+
+    scale_g  =  k_g·unit / 2^(b−1),  k_g = −2^(b−1), …, 2^(b−1) − 1,  but 0
+
+The units are such floats themselves, near the largest scale and offset of the row or block:
+division by a power of two is exact. The quotients of blocks are numbers of float16 too, in which
+llama.cpp stores them. Products with a code of eight bits are exact in float32.
 """
 
 from dataclasses import dataclass, replace
@@ -38,17 +44,22 @@ class Floats:
 
 @dataclass(frozen=True)
 class Multiples:
-    """Scales and offsets are whole multiples of units of their row.
+    """Scales and offsets are whole multiples of units of their row, or of blocks of it.
+
+    Numbers of all groups are (out, groups, …), and those of one group, with the units of its block
+    (`of_block`), are (out,) or (out, 1).
 
     Args:
         bits: b, one of SCALE_BITS.
-        scale_unit: (out,), above 0.
+        scale_unit: (out, blocks), above 0; one block for a whole row.
         offset_unit: likewise; None on a grid without offsets.
+        signed: scales have a sign.
     """
 
     bits: int
     scale_unit: Tensor
     offset_unit: Tensor | None
+    signed: bool = False
 
     @classmethod
     def covering(
@@ -56,52 +67,80 @@ class Multiples:
         bits: int,
         scale: Tensor,
         offset: Tensor | None,
+        blocks: int | None = None,
+        signed: bool = False,
     ) -> "Multiples":
-        """Units whose largest multiples are the largest numbers of each row, up to rounding.
+        """Units whose largest multiples are the largest numbers of each block, up to rounding.
 
         Args:
             scale: of each group, (out, groups).
             offset: likewise, and at most 0; None on a grid without offsets.
+            blocks: of each row; None for one unit a row.
         """
-        return cls(bits, unit_of(scale, bits), None if offset is None else unit_of(-offset, bits))
+        half = blocks is not None
+        parts = (blocks or 1, -1)
+        scale_unit = unit_of(scale.unflatten(1, parts), bits - signed, half)
+        offset_unit = None
+        if offset is not None:
+            offset_unit = unit_of(offset.unflatten(1, parts), bits, half)
+        return cls(bits, scale_unit, offset_unit, signed)
+
+    def of_block(self, index: int) -> "Multiples":
+        """The multiples of the units of one block of each row."""
+        block = slice(index, index + 1)
+        offset = None if self.offset_unit is None else self.offset_unit[:, block]
+        return replace(self, scale_unit=self.scale_unit[:, block], offset_unit=offset)
 
     def scale_multiples(self, values: Tensor) -> Tensor:
-        """The nearest k of scales (out, …), in their dtype."""
-        return self._multiples(values, self.scale_unit).clamp_min_(1)
+        """The nearest k of scales, in their dtype."""
+        bits = self.bits - self.signed
+        steps = (values / self._step(values, self.scale_unit, bits)).round_()
+        if not self.signed:
+            return steps.clamp_(1, (1 << bits) - 1)
+        steps.clamp_(-(1 << bits), (1 << bits) - 1)
+        return torch.where(steps == 0, torch.ones_like(steps).copysign(values), steps)
 
     def offset_multiples(self, values: Tensor) -> Tensor:
-        """The nearest m of offsets (out, …), in their dtype."""
+        """The nearest m of offsets, in their dtype."""
         assert self.offset_unit is not None
-        return self._multiples(-values, self.offset_unit)
+        steps = (-values / self._step(values, self.offset_unit, self.bits)).round_()
+        return steps.clamp_(0, (1 << self.bits) - 1)
 
     def scales(self, values: Tensor) -> Tensor:
-        """The nearest scales to values (out, …)."""
-        return self.scale_multiples(values) * self._step(values, self.scale_unit)
+        """The nearest scales to values."""
+        bits = self.bits - self.signed
+        return self.scale_multiples(values) * self._step(values, self.scale_unit, bits)
 
     def offsets(self, values: Tensor) -> Tensor:
-        """The nearest offsets to values (out, …)."""
+        """The nearest offsets to values."""
         assert self.offset_unit is not None
-        return -self.offset_multiples(values) * self._step(values, self.offset_unit)
+        return -self.offset_multiples(values) * self._step(values, self.offset_unit, self.bits)
 
     def to(self, dtype: torch.dtype) -> "Multiples":
         """With units in another dtype."""
         offset = None if self.offset_unit is None else self.offset_unit.to(dtype)
         return replace(self, scale_unit=self.scale_unit.to(dtype), offset_unit=offset)
 
-    def _multiples(self, values: Tensor, unit: Tensor) -> Tensor:
-        steps = (values / self._step(values, unit)).round_()
-        return steps.clamp_(0, (1 << self.bits) - 1)
+    def _step(self, values: Tensor, unit: Tensor, bits: int) -> Tensor:
+        """The value of 1, broadcast with values and in their dtype."""
+        step = unit.to(values.dtype) / (1 << bits)
+        if values.ndim == 1:
+            return step.squeeze(1)
+        step = step.repeat_interleave(values.shape[1] // step.shape[1], 1)
+        return step.view(*step.shape, *[1] * (values.ndim - 2))
 
-    def _step(self, values: Tensor, unit: Tensor) -> Tensor:
-        """The value of 1, broadcast with values (out, …) and in their dtype."""
-        step = unit.to(values.dtype) / (1 << self.bits)
-        return step.view(-1, *[1] * (values.ndim - 1))
 
+def unit_of(numbers: Tensor, bits: int, half: bool) -> Tensor:
+    """The unit (out, blocks) of numbers (out, blocks, groups) on one side of 0; 1 for zeros.
 
-def unit_of(numbers: Tensor, bits: int) -> Tensor:
-    """The unit (out,) of numbers (out, groups) from 0; 1 for a row of zeros."""
-    largest = numbers.amax(1)
-    unit = as_float(largest * ((1 << bits) / ((1 << bits) - 1)))
+    Args:
+        bits: the largest number is about 2^bits − 1 steps of unit / 2^bits.
+        half: make these steps numbers of float16.
+    """
+    steps = 1 << bits
+    unit = as_float(numbers.abs().amax(2) * (steps / (steps - 1)))
+    if half:
+        unit = (unit / steps).half().to(unit.dtype) * steps
     return torch.where(unit > 0, unit, 1.0)
 
 

@@ -67,5 +67,6 @@ def check_layers(model: PreTrainedModel, engine: str) -> dict[str, Coded]:
         if grid is None or reason:
             others = f"export with {option('to', 'dense')} or {option('to', 'peft')}"
             raise ModelError(f"{engine} cannot hold layer {name}: {reason}; or {others}")
-        held[name] = Coded(layer, grid, ENGINES[engine].group_for(grid, width))
+        group = grid.group if grid.block else ENGINES[engine].group_for(grid, width)
+        held[name] = Coded(layer, grid, group or width)
     return held

@@ -21,6 +21,7 @@ from hasslefree.exports.codes import Coded, check_layers
 from hasslefree.exports.formats import Factors, Target, factors_of, summed
 from hasslefree.exports.template import Place, Template, find_matrices, find_vector
 from hasslefree.models.sites import find_sites
+from hasslefree.packed.layouts import pack_bits
 from hasslefree.packed.storage import unpack_codes
 from hasslefree.recipe.engines import block_of
 
@@ -78,7 +79,7 @@ def write_gguf(model: PreTrainedModel, target: Target) -> dict[str, Path]:
     assert template is not None
     layers = check_layers(model, "llama.cpp")
     for name, coded in layers.items():
-        for numbers in (coded.scale, coded.second):
+        for numbers in floats_of(coded):
             if not torch.equal(numbers.half().double(), numbers.double()):
                 raise ModelError(
                     f"layer {name} has quantisation scales or offsets that are too small or too"
@@ -169,7 +170,10 @@ def write_model(
                 )
         writer.add_quantization_version(2)
         usual, _ = Counter(types.values()).most_common(1)[0]
-        writer.add_file_type(LlamaFileType[f"MOSTLY_{usual}"])
+        file_type = f"MOSTLY_{usual}"
+        if file_type not in LlamaFileType.__members__:
+            file_type += "_M"  # a mixture around it
+        writer.add_file_type(LlamaFileType[file_type])
         for name, tensor in template.tensors.items():
             data = tensor.data
             kind = tensor.tensor_type
@@ -215,29 +219,100 @@ def written(path: Path, template: Template) -> Iterator[Any]:
     writer.close()
 
 
-def blocks_of(coded: Coded) -> Tensor:
-    """S in the blocks of its type: (out, bytes) uint8.
-
-    A block has the scale, the minimum if any, the fifth bits of the codes if any, and the codes: 32
-    bytes, or 16 with the low four bits of codes j and j + 16 in byte j.
+def floats_of(coded: Coded) -> list[Tensor]:
+    """The float16 numbers of the blocks, (out, blocks): the scale and, with an offset, the minimum;
+    or what they are multiples of.
     """
     grid = coded.grid
+    if grid.block is None:
+        return [coded.scale, coded.second] if grid.offset else [coded.scale]
+    assert grid.scale_bits is not None
+    tensors = coded.layer.tensors()
+    names = ("weight_scale", "weight_offset") if grid.offset else ("weight_scale",)
+    steps = 1 << (grid.scale_bits - grid.signed_scales)
+    return [tensors[name].detach().float() / steps for name in names]
+
+
+def blocks_of(coded: Coded) -> Tensor:
+    """S in the blocks of its type, as in ggml-common.h: (out, bytes) uint8."""
+    grid = coded.grid
+    tensors = coded.layer.tensors()
+    codes = unpack_codes(tensors["weight_packed"], grid.bits, coded.layer.in_features)
+    numbers = [number.half().unsqueeze(-1).view(torch.uint8) for number in floats_of(coded)]
     kind = str(block_of(grid))
-    words = coded.layer.tensors()["weight_packed"]
-    codes = unpack_codes(words, grid.bits, coded.layer.in_features)
-    codes = codes.view(len(codes), -1, 32).short()
-    numbers = [coded.scale]
-    if grid.offset:
-        numbers.append(coded.second)
+    if grid.block is None:
+        codes = codes.view(len(codes), -1, 32).short()
+        if not grid.offset:
+            codes += (ZEROS[kind] - coded.second).short().unsqueeze(-1)
+        parts = numbers + plain_parts(kind, codes)
     else:
-        codes += (ZEROS[kind] - coded.second).short().unsqueeze(-1)
-    parts = [number.half().unsqueeze(-1).view(torch.uint8) for number in numbers]
-    if kind == "Q8_0":
-        parts.append(codes.to(torch.int8).view(torch.uint8))
-    else:
-        if kind.startswith("Q5"):
-            fifth = ((codes >> 4).long() << torch.arange(32)).sum(-1, keepdim=True)
-            parts.append(fifth.view(torch.uint8)[..., :4])
-        low = codes.to(torch.uint8) & 15
-        parts.append(low[..., :16] | low[..., 16:] << 4)
+        assert grid.scale_bits is not None
+        groups = grid.groups(coded.layer.in_features)
+        multiples: list[Tensor] = []
+        for name in ("weight_scale_packed", "weight_offset_packed"):
+            if name in tensors:
+                unpacked = unpack_codes(tensors[name], grid.scale_bits, groups)
+                multiples.append(unpacked.view(*numbers[0].shape[:2], -1))
+        parts = k_parts(kind, codes.view(*numbers[0].shape[:2], -1), multiples, numbers)
     return torch.cat(parts, -1).flatten(1)
+
+
+def plain_parts(kind: str, codes: Tensor) -> list[Tensor]:
+    """The bytes after the floats in blocks of 32 codes, (out, blocks, 32): fifth bits if any, and
+    the rest.
+    """
+    if kind == "Q8_0":
+        return [codes.to(torch.int8).view(torch.uint8)]
+    codes = codes.to(torch.uint8)
+    low = interleaved(codes & 15, 4, 16)
+    if kind.startswith("Q5"):
+        return [pack_bits(codes >> 4, 1), low]
+    return [low]
+
+
+def k_parts(
+    kind: str,
+    codes: Tensor,
+    multiples: list[Tensor],
+    floats: list[Tensor],
+) -> list[Tensor]:
+    """The parts of blocks of 256.
+
+    Args:
+        codes: uint8 (out, blocks, 256).
+        multiples: of the scale, with 2^(b−1) added if they have a sign, and of the minimum if any:
+            uint8 (out, blocks, groups).
+        floats: what they are multiples of, as bytes, (out, blocks, 2).
+    """
+    scales = multiples[0]
+    if kind == "Q2_K":
+        return [interleaved(torch.cat(multiples, -1), 4, 16), interleaved(codes, 2, 32), *floats]
+    if kind == "Q3_K":
+        parts = [interleaved(codes >> 2, 1, 32), interleaved(codes & 3, 2, 32)]
+        return [*parts, interleaved(scales & 15, 4, 8), interleaved(scales >> 4, 2, 4), *floats]
+    if kind == "Q6_K":
+        parts = [interleaved(codes & 15, 4, 64), interleaved(codes >> 4, 2, 32)]
+        return [*parts, scales ^ 128, *floats]
+    firsts = [part[..., :4] | part[..., 4:] >> 4 << 6 for part in multiples]
+    lasts = torch.cat([part[..., 4:] & 15 for part in multiples], -1)
+    parts = [*floats, *firsts, interleaved(lasts, 4, 4)]
+    if kind == "Q5_K":
+        parts.append(interleaved(codes >> 4, 1, 32))
+    return [*parts, interleaved(codes & 15, 4, 32)]
+
+
+def interleaved(
+    numbers: Tensor,
+    bits: int,
+    length: int,
+) -> Tensor:
+    """Pack numbers of few bits: byte j of a run has the numbers j, j + length, j + 2·length, …, the
+    first in its lowest bits.
+
+    Args:
+        numbers: uint8 (…, n), n a multiple of length · 8 / bits.
+        length: the bytes of a run.
+    """
+    fields = numbers.unflatten(-1, (-1, 8 // bits, length)).int()
+    shifts = bits * torch.arange(8 // bits).unsqueeze(1)
+    return (fields << shifts).sum(-2).to(torch.uint8).flatten(-2)

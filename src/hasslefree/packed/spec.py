@@ -74,7 +74,7 @@ class LayerSpec:
         if self.grid is None:
             return self.nonzeros + factors
         out, width = self.shape
-        scales = out  # units
+        scales = out * (self.grid.blocks(width) or 1)  # units
         if self.grid.scale_bits is None:
             scales = out * self.grid.groups(width)
         offsets = scales if self.grid.offset else 0
@@ -103,6 +103,8 @@ class LayerSpec:
         bits = self.grid.bits
         codes = (*values[:-1], words_for(values[-1], bits))
         tensors: TensorSpecs = {"weight_packed": (codes, torch.int32)}
+        blocks = self.grid.blocks(width)
+        units = (out,) if blocks is None else (out, blocks)
         floats = ["weight_scale"]
         if self.grid.offset:
             floats.append("weight_offset")
@@ -111,7 +113,7 @@ class LayerSpec:
                 tensors[name] = ((out, groups), None)
             else:
                 multiples = (out, words_for(groups, self.grid.scale_bits))
-                tensors[name] = ((out,), None)
+                tensors[name] = (units, None)
                 tensors[f"{name}_packed"] = (multiples, torch.int32)
         if not self.grid.offset and not self.grid.symmetric:
             tensors["weight_zero_point"] = ((words_for(out, bits), groups), torch.int32)
@@ -162,7 +164,11 @@ class LayerSpec:
             return numbers
         groups = self.grid.groups(self.shape[1])
         multiples = unpack_codes(tensors[f"{name}_packed"], bits, groups)
-        return multiples * (numbers / (1 << bits)).unsqueeze(1)
+        if self.grid.signed_scales:
+            bits -= 1
+            multiples = multiples.short() - (1 << bits)
+        steps = (numbers / (1 << bits)).view(len(numbers), -1)
+        return multiples * steps.repeat_interleave(groups // steps.shape[1], 1)
 
     def zeros(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The whole zeros of a grid without offsets: (out, groups) int16."""

@@ -4,8 +4,9 @@ Codes and zeros are packed in int32, low bits first and without a gap, codes alo
 along the outputs: with 4 and 8 bits as in the pack-quantized layout of compressed-tensors, whose
 tensors these are without pruning (pattern dense). Pruned entries have no code: the codes are in the
 order in which the layout of the pattern stores values. Scales and offsets that are multiples of
-units of their row are packed like codes, along the groups, and the units take the place of the
-scales and offsets.
+units of their row or block are packed like codes, along the groups, and the units take the place of
+the scales and offsets: (out,) for rows, (out, blocks) for blocks. Multiples with a sign are packed
+with 2^(b−1) added.
 """
 
 import torch
@@ -55,12 +56,18 @@ def pack_scaling(scaling: Scaling) -> dict[str, Tensor]:
     if isinstance(scaling.storage, Multiples):
         units = scaling.storage
         tensors["weight_scale"] = units.scale_unit
-        multiples = units.scale_multiples(scaling.scale).to(torch.uint8)
-        tensors["weight_scale_packed"] = pack_codes(multiples, units.bits)
+        multiples = units.scale_multiples(scaling.scale)
+        if units.signed:
+            multiples += 1 << units.bits - 1
+        tensors["weight_scale_packed"] = pack_codes(multiples.to(torch.uint8), units.bits)
         if units.offset_unit is not None:
             tensors["weight_offset"] = units.offset_unit
             multiples = units.offset_multiples(scaling.zero).to(torch.uint8)
             tensors["weight_offset_packed"] = pack_codes(multiples, units.bits)
+        if grid.block is None:  # units of rows: (out,)
+            for name in ("weight_scale", "weight_offset"):
+                if name in tensors:
+                    tensors[name] = tensors[name].squeeze(1)
     else:
         tensors["weight_scale"] = scaling.scale
         if grid.offset:

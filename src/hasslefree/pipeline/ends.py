@@ -8,6 +8,7 @@ weight its errors: H = I.
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -157,7 +158,7 @@ def joined_scaling(parts: list[Scaling]) -> Scaling:
         offsets = [units.offset_unit for units in stored if units.offset_unit is not None]
         offset_unit = torch.cat(offsets) if offsets else None
         scale_unit = torch.cat([units.scale_unit for units in stored])
-        storage = Multiples(storage.bits, scale_unit, offset_unit)
+        storage = replace(storage, scale_unit=scale_unit, offset_unit=offset_unit)
     scale = torch.cat([part.scale for part in parts])
     zero = torch.cat([part.zero for part in parts])
     return Scaling(parts[0].grid, scale, zero, storage)

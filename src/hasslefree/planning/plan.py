@@ -20,6 +20,7 @@ from hasslefree.models.blocks import Blocks, head_unit
 from hasslefree.models.ends import End
 from hasslefree.models.rules import Matrix, Selection, select_ends, select_sites
 from hasslefree.packed.spec import LayerSpec
+from hasslefree.recipe.engines import type_like
 from hasslefree.recipe.resolve import Resolved
 from hasslefree.solve.methods import with_grid
 from hasslefree.units import Size
@@ -207,8 +208,10 @@ def plan_ends(selection: Selection, resolved: Resolved) -> dict[str, LayerPlan]:
 
 def fitted_grid(grid: Grid | None, resolved: Resolved, width: int) -> Grid | None:
     """The grid for a weight with `width` inputs: with a smaller group if the default does not
-    divide them, and neither the user nor an engine has set one.
+    divide them, and neither the user nor an engine has set one; or the type of llama.cpp for them.
     """
+    if grid is not None and resolved.in_types:
+        return type_like(grid, width)
     if grid is None or grid.group is None or width % grid.group == 0:
         return grid
     if resolved.group_size is None and resolved.engine is None:

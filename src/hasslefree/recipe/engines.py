@@ -10,7 +10,9 @@ value again.
     transformers   (code − middle) · scale + value torch's int4 operators: bfloat16, to which they
                    of the middle code              round that value, and scales of a few bits
 
-A group that is a multiple of the engine's, or a row, is held by repeating its numbers. MLX has no
+A group that is a multiple of the engine's, or a row, is held by repeating its numbers. The K types
+of llama.cpp, whose scales and minimums are small integers in units of blocks of 256 inputs, are
+grids of their own (`K_TYPES`). MLX has no
 whole zeros: the bias that takes their place, −zero · scale, has more digits than a scale.
 """
 
@@ -29,6 +31,26 @@ SIGNED = {4: "Q4_0", 5: "Q5_0", 8: "Q8_0"}
 WITH_MINIMUM = {4: "Q4_1", 5: "Q5_1"}
 # Every engine has groups of this many inputs.
 GROUP = 32
+# The types of llama.cpp with blocks, by rising bytes. Those without a minimum have signed scales.
+BLOCK = 256
+K_TYPES = {
+    "Q2_K": Grid(2, 16, offset=True, scale_bits=4, block=BLOCK),
+    "Q3_K": Grid(3, 16, symmetric=True, scale_bits=6, block=BLOCK),
+    "Q4_K": Grid(4, 32, offset=True, scale_bits=6, block=BLOCK),
+    "Q5_K": Grid(5, 32, offset=True, scale_bits=6, block=BLOCK),
+    "Q6_K": Grid(6, 16, symmetric=True, scale_bits=8, block=BLOCK),
+}
+Q8_0 = Grid(8, GROUP, symmetric=True)
+# What a layer may get for llama.cpp within a size, by rising bytes: if BLOCK divides its rows, and
+# otherwise Q4_0, Q4_1, Q5_0, Q5_1, Q8_0.
+WIDE_TYPES = (*K_TYPES.values(), Q8_0)
+OTHER_TYPES = (
+    Grid(4, GROUP, symmetric=True),
+    Grid(4, GROUP, offset=True),
+    Grid(5, GROUP, symmetric=True),
+    Grid(5, GROUP, offset=True),
+    Q8_0,
+)
 
 
 def kind_of(grid: Grid) -> str:
@@ -47,10 +69,29 @@ def grid_of_kind(
     return Grid(bits, group, symmetric=kind == SYMMETRIC, offset=kind == OFFSET)
 
 
+def types_for(width: int) -> tuple[Grid, ...]:
+    """The types of llama.cpp for rows of `width` inputs, by rising bytes."""
+    if width % BLOCK:
+        return OTHER_TYPES
+    return WIDE_TYPES
+
+
+def type_like(grid: Grid, width: int) -> Grid:
+    """A type for rows of `width` inputs in the place of one for rows that BLOCK divides: the
+    smallest with at least as many bits.
+    """
+    if width % BLOCK == 0:
+        return grid
+    return next(other for other in OTHER_TYPES if other.bits >= grid.bits)
+
+
 def block_of(grid: Grid) -> str | None:
     """The smallest block type of llama.cpp that holds the values of a grid, such as "Q4_0"; None if
     none does.
     """
+    for k_type, held in K_TYPES.items():
+        if grid == held:
+            return k_type
     bits = grid.bits
     if kind_of(grid) == WHOLE_ZERO:
         bits += 1  # code − zero takes one bit more than the code
@@ -72,6 +113,7 @@ class Engine:
         group: the group size of a recipe that leaves it open.
         multiples: scales may be multiples of a unit of their row.
         embeddings: the engine holds embeddings and heads in codes too.
+        blocked: grids with blocks that the engine holds.
     """
 
     bits: Mapping[str, tuple[int, ...]]
@@ -79,9 +121,12 @@ class Engine:
     group: int = 64
     multiples: bool = False
     embeddings: bool = True
+    blocked: tuple[Grid, ...] = ()
 
     def holds(self, grid: Grid) -> bool:
         """True if the engine holds the grid exactly. Rows must be a multiple of 32 inputs."""
+        if grid.block is not None and self.blocked:
+            return grid in self.blocked
         if grid.scale_bits is not None and not self.multiples:
             return False
         whole_groups = grid.group is None or grid.group % GROUP == 0
@@ -103,7 +148,10 @@ ENGINES = {
         {OFFSET: BITS, WHOLE_ZERO: BITS, SYMMETRIC: BITS}, (256, 128, 64, 32), multiples=True
     ),
     "llama.cpp": Engine(
-        {kind: _llama_cpp_bits(kind) for kind in (OFFSET, SYMMETRIC, WHOLE_ZERO)}, (32,), group=32
+        {kind: _llama_cpp_bits(kind) for kind in (OFFSET, SYMMETRIC, WHOLE_ZERO)},
+        (32,),
+        group=32,
+        blocked=tuple(K_TYPES.values()),
     ),
     "mlx": Engine({OFFSET: BITS, SYMMETRIC: BITS}, (128, 64, 32)),
     "vllm": Engine({WHOLE_ZERO: (4, 8), SYMMETRIC: (4, 8)}, (128, 64, 32), embeddings=False),

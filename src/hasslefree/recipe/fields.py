@@ -86,7 +86,8 @@ class Fields:
     engine: Literal["transformers", "llama.cpp", "mlx", "vllm"] | None = declared(None, GRID)
     """Program that is to run the result: the grid becomes one that it holds exactly, and bits,
     group_size, symmetric and offset get its defaults; transformers stands for torch's int4
-    operators (no default)."""
+    operators, and llama.cpp with a size for its own types, such as Q4_K, without L (no
+    default)."""
     bits: int | None = declared(None, GRID)
     """Bits of an entry of S: 2, 3, 4, 5, 6 or 8, for methods with a grid; bits that are given are
     those of every layer (default: 4, and by layer for a size)."""

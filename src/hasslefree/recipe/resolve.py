@@ -10,9 +10,9 @@ from hasslefree.core.factors import check_factor_bits
 from hasslefree.core.grids import BITS, Grid
 from hasslefree.core.protocols import Method
 from hasslefree.errors import HasslefreeError, Problem, RecipeError, option
-from hasslefree.recipe.engines import ENGINES, grid_for, refusal
+from hasslefree.recipe.engines import ENGINES, K_TYPES, WIDE_TYPES, grid_for, refusal
 from hasslefree.recipe.fields import NAMES, Allocate, Fields
-from hasslefree.solve.methods import METHODS, build_method
+from hasslefree.solve.methods import METHODS, build_method, with_grid
 from hasslefree.solve.methods.prune import Prune
 from hasslefree.solve.pruners import PRUNERS
 from hasslefree.texts.sources import check_calibration
@@ -91,12 +91,21 @@ class Resolved(Fields):
         grid = self.solver.grid
         if grid is None:
             return ()
+        if self.in_types:
+            return WIDE_TYPES
         widths = BITS if self.bits is None else (self.bits,)
         grids = [dataclasses.replace(grid, bits=bits) for bits in widths]
         if self.engine is None:
             return tuple(grids)
         engine = ENGINES[self.engine]
         return tuple(grid for grid in grids if engine.holds(grid))
+
+    @property
+    def in_types(self) -> bool:
+        """True if each layer gets one of llama.cpp's own types; `grids` are then those for rows
+        that BLOCK divides.
+        """
+        return self.solver.grid is not None and self.solver.grid.block is not None
 
     @property
     def end_grids(self) -> tuple[Grid, ...]:
@@ -142,6 +151,8 @@ def resolve(recipe: Fields, with_text: bool = True) -> Resolved:
     solver = None
     try:
         solver = build_solver(settings)
+        if takes_types(settings):
+            solver = with_grid(solver, K_TYPES["Q4_K"])
         solver.check(settings.rank or 0)
     except HasslefreeError as error:
         problems.append(Problem(error.fields or ("method",), error.message))
@@ -229,6 +240,8 @@ def engine_defaults(recipe: Fields) -> dict[str, Any]:
     """The grid of the engine that has what is given of a grid; empty if it has none."""
     if recipe.engine is None or not has_grid(recipe):
         return {}
+    if takes_types(recipe):
+        return {"rank": 0, "offset": None}  # the type decides on offsets
     grid = grid_for(recipe.engine, recipe.bits, recipe.group_size, recipe.symmetric, recipe.offset)
     if grid is None:
         return {}
@@ -249,6 +262,14 @@ def size_defaults(recipe: Fields) -> dict[str, Any]:
     if recipe.size:
         return {"allocate": "error"}
     return {}
+
+
+def takes_types(recipe: Fields) -> bool:
+    """Say whether each layer gets one of llama.cpp's own types: within a size, if nothing else is
+    said of the grid.
+    """
+    given = [getattr(recipe, name) is not None for name in GRIDS[2:]]
+    return recipe.engine == "llama.cpp" and recipe.size is not None and not any(given)
 
 
 def has_grid(recipe: Fields) -> bool:
@@ -411,6 +432,8 @@ def end_grid(recipe: Fields, grid: Grid | None, bits: int) -> Grid:
     Args:
         grid: of the layers; None if they have none.
     """
+    if grid is not None and grid.block is not None:
+        return next(held for held in WIDE_TYPES if held.bits >= bits)
     symmetric = bool(recipe.symmetric)
     return dataclasses.replace(grid or Grid(), bits=bits, symmetric=symmetric, offset=not symmetric)
 

@@ -46,8 +46,7 @@ def descend(
     # Columns become rows, (in, out), so that each update runs over contiguous memory.
     sparse = transposed(swept.sparse)
     scale = transposed(swept.scaling.scale).T
-    storage = swept.scaling.storage
-    scaling = Scaling(grid, scale, transposed(swept.scaling.zero).T, storage)
+    scaling = Scaling(grid, scale, transposed(swept.scaling.zero).T, swept.scaling.storage)
     mask = support.T.to(sparse.dtype)
     slopes = norm @ (target.T - sparse)  # H Rᵀ
     size = grid.group or width
@@ -56,7 +55,7 @@ def descend(
             inputs = slice(start, start + size)
             group = Group(
                 scaling.at(start),
-                storage,
+                scaling.storage_at(start),
                 sparse[inputs],
                 mask[inputs],
                 slopes[inputs].clone(),
@@ -121,7 +120,7 @@ class Group:
             change = steps * scale - self.values
         moved = self.norm @ change
         gain = (change * (2 * self.slope - moved)).sum(0)
-        better = (gain > 0) & (scale > 0)  # not after a division by zero
+        better = (gain > 0) & (scale * old.scale > 0)  # not after a division by zero
         old.scale.copy_(torch.where(better, scale, old.scale))
         old.zero.copy_(torch.where(better, zero, old.zero))
         self.values.add_(torch.where(better, change, 0.0))

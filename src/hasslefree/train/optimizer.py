@@ -167,7 +167,7 @@ def variables_of_sparse(layer: SparseLowRankLinear, scale: Tensor) -> Iterator[V
             yield plain(layer.values, dense.masked_select(layer.support()).view_as(layer.values))
         return
     stored = layer.get_parameter("weight_scale")
-    groups = 1 if grid.scale_bits else stored.shape[1]
+    groups = 1 if stored.ndim == 1 else stored.shape[1]
     unit = scale.view(groups, -1).square().mean(1).sqrt()
     steps = plain(stored, unit)
     yield steps
@@ -180,7 +180,8 @@ def variables_of_sparse(layer: SparseLowRankLinear, scale: Tensor) -> Iterator[V
 
 def middle_of(layer: SparseLowRankLinear) -> Tensor:
     """How many scales the middle code is above the offset: a number; or, for units, the numbers
-    (out,) that keep the values of the middle codes of a row where they are in least squares.
+    of their shape that keep the values of the middle codes of a row or block where they are in
+    least squares.
     """
     grid = layer.spec.grid
     assert grid is not None
@@ -192,10 +193,11 @@ def middle_of(layer: SparseLowRankLinear) -> Tensor:
     tensors = layer.tensors()
     ones = torch.ones_like(layer.weight)
     units = tensors | {"weight_scale": ones, "weight_offset": ones}
-    k = layer.spec.scales(units)
-    m = -layer.spec.offsets(units)
-    along = (k * m).sum(1)
-    square = m.square().sum(1)
+    parts = (*layer.weight.shape, -1)
+    k = layer.spec.scales(units).view(parts)
+    m = -layer.spec.offsets(units).view(parts)
+    along = (k * m).sum(-1)
+    square = m.square().sum(-1)
     return -code * along / square.clamp_min(torch.finfo(square.dtype).tiny)
 
 

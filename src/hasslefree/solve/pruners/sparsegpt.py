@@ -151,7 +151,9 @@ class Sweep:
         if pattern.kept(group.T.shape) < group.numel():
             Sweep(pattern).run(group, group_factor)
         weights = group_factor.diagonal().reciprocal().square()
-        found = scaling.grid.search(group.T, self.ranges, weights, scaling.storage)
-        levels = scaling.at(self.start + there.start)
+        first = self.start + there.start
+        storage = scaling.storage_at(first)
+        found = scaling.grid.search(group.T, self.ranges, weights, storage)
+        levels = scaling.at(first)
         levels.scale.copy_(found.scale.squeeze(1))
         levels.zero.copy_(found.zero.squeeze(1))
