@@ -35,6 +35,7 @@ import math
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,12 @@ def dense_rows(bits: int, ranks: tuple[int, ...], efforts: tuple[str, ...], fact
     }
 
 
+def gguf_rows(size: str, efforts: tuple[str, ...]) -> Rows:
+    """Rows of a GGUF file in llama.cpp's own types, chosen for each layer within a size of all weights."""
+    fields = {"engine": "llama.cpp", "size": size}
+    return {f"GGUF, {size}, {effort}": Spec(fields | {"effort": effort}, f"GGUF, {effort}", size) for effort in efforts}
+
+
 def sparse_rows(pattern: str, ranks: tuple[int, ...]) -> Rows:
     """Rows of a sparse S on four bits."""
     return {
@@ -122,6 +129,8 @@ OURS: Rows = {
     **dealt_rows(4.6, ("fast", "best")),
     **dealt_rows(4.8, ("fast", "balanced")),
     **dealt_rows(5.2, ("fast", "balanced", "best")),
+    **gguf_rows("103.6MB", ("fast", "balanced")),
+    **gguf_rows("391MB", ("fast", "balanced")),
     **sparse_rows("2:4", (16,)),
     **sparse_rows("6:8", (16, 48, 96)),
 }
@@ -149,6 +158,11 @@ RIVALS: Rows = {
 ROWS: Rows = OURS | RIVALS
 
 
+def needs_llama(spec: Spec) -> bool:
+    """Whether a row is a GGUF file, llama.cpp's or ours."""
+    return "llama.cpp" in (spec.program, spec.settings.get("engine"))
+
+
 @dataclass(frozen=True)
 class Programs:
     """Other programs: the interpreters of those in harness/rivals.py, by name, and llama.cpp."""
@@ -158,7 +172,7 @@ class Programs:
 
     def given(self, spec: Spec) -> bool:
         """Whether a row can be measured."""
-        if spec.program == "llama.cpp":
+        if needs_llama(spec):
             return self.llama is not None
         return spec.program is None or spec.program in self.interpreters
 
@@ -167,7 +181,7 @@ class Programs:
         for spec in (ROWS[name] for name in names if name != "dense"):
             if self.given(spec):
                 continue
-            if spec.program == "llama.cpp":
+            if needs_llama(spec):
                 raise SystemExit("the rows of llama.cpp need --llama and --converter, the folders of its library and "
                                  "of convert_hf_to_gguf.py")  # fmt: skip
             raise SystemExit(f"the rows of {spec.program} need its interpreter: --programs {spec.program}=PYTHON")
@@ -220,7 +234,8 @@ def row(
     elif spec.program:
         found = rival_row(measurement, spec, programs)
     else:
-        found = real_model.row(measurement, spec.settings, None, 0, timed)
+        exported = partial(llama.exported, programs.llama, measurement.model) if needs_llama(spec) else None
+        found = real_model.row(measurement, spec.settings, None, 0, timed, exported=exported)
     place = {"curve": spec.curve, "label": spec.label, "program": spec.program, "settings": spec.settings}
     found |= models.increases(found["perplexity"], dense, seen)
     return place | found | {"gap": round(models.gap(found["perplexity"], dense), 4)}

@@ -121,11 +121,13 @@ def row(
     limit: int,
     timed: bool,
     threads: int | None = None,
+    exported: Callable[[str], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Compress, and measure.
 
     Args:
         fields: of the recipe, and whether outputs are weighted; None for the dense model.
+        exported: what to add to the row of a compressed folder.
         threads: None for those of this process.
     """
     torch.set_num_threads(threads or torch.get_num_threads())
@@ -152,6 +154,8 @@ def row(
             }
         found["perplexity"] = models.rounded(measurement.perplexities(models.loaded(folder, measurement.dtype)))
         found["file_bytes"] = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+        if exported is not None:
+            found |= exported(folder)
         if tasks is not None:
             found["tasks"] = models.zero_shot(folder, list(models.TASKS), limit, tasks, "auto")
     return found

@@ -12,7 +12,7 @@ model = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instru
 text = str(files("hasslefree.demo") / "calibration.jsonl")  # a small text of the package; use "c4" for real models
 converter = sys.argv[2] if len(sys.argv) > 2 else None
 options = {"calibration": text, "samples": 16, "seqlen": 256, "effort": "fast"}
-recipe = hasslefree.Recipe(engine="llama.cpp", bits=4, rank=16, **options)  # a grid that llama.cpp holds exactly
+recipe = hasslefree.Recipe(engine="llama.cpp", size="5.2bits", **options)  # each layer in a type of llama.cpp
 hasslefree.compress(model, "compressed", recipe, overwrite=True)
 hasslefree.export("compressed", "compressed.gguf", to="gguf", converter=converter, overwrite=True)
-print("llama-cli -m compressed.gguf --lora compressed-adapter.gguf")
+print("llama-cli -m compressed.gguf")

@@ -24,7 +24,7 @@ MISSING = {
 LAST = {
     "compress_and_chat": "Write a line, or press Ctrl-D to end.",
     "fine_tune_low_rank": ": loss ",
-    "gguf_for_llama_cpp": "--lora compressed-adapter.gguf",
+    "gguf_for_llama_cpp": "llama-cli -m compressed.gguf",
     "mixture_of_experts": "kept dense: ",
     "own_method": "oats: mean relative error",
     "serve_with_vllm": "Return a new dictionary",

@@ -21,6 +21,7 @@ import torch
 from gguf.quants import dequantize
 from torch import Tensor, nn
 
+import hasslefree
 from harness.engines import converted
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.sites import find_sites
@@ -184,6 +185,18 @@ def read_back(model: Any, dense: Path, coded: Path) -> dict[str, Any]:
         "bytes_a_weight": stored / weights,
         "kinds": dict(kinds),
     }
+
+
+def exported(program: LlamaCpp, model: str, folder: str) -> dict[str, Any]:
+    """What the GGUF file of a compressed folder takes. model: the dense one."""
+    file = program.work / "exported.gguf"
+    hasslefree.export(folder, file, "gguf", template=program.dense(model), overwrite=True)
+    tensors = gguf.GGUFReader(file).tensors
+    kinds = collections.Counter[str]()
+    for tensor in tensors:
+        kinds[tensor.tensor_type.name] += int(tensor.n_elements)
+    stored = sum(int(tensor.n_bytes) for tensor in tensors)
+    return {"file_bytes": file.stat().st_size, "tensor_bytes": stored, "kinds": dict(kinds)}
 
 
 def row(program: LlamaCpp, name: str, model: Any, segments: Tensor, kind: str, matrix: bool) -> dict[str, Any]:

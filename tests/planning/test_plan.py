@@ -14,6 +14,7 @@ from hasslefree.errors import BudgetError, GridError, PatternError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.sites import find_sites
 from hasslefree.planning.plan import make_plan, plan_of, select
+from hasslefree.recipe.engines import block_of
 from tests.tiny_models import build, segments
 
 # Every default, within a size and without one.
@@ -118,7 +119,19 @@ def test_odd_inputs_get_a_group_that_divides_them(size, tmp_path):
 def test_a_group_that_divides_no_layer_for_an_engine_is_an_error():
     model = build("llama", hidden_size=90, intermediate_size=90, num_attention_heads=3, num_key_value_heads=3)
     with pytest.raises(GridError, match="does not divide the 90 inputs"):
+        layers_of(model, engine="mlx")
+    with pytest.raises(GridError, match="rows of a multiple of 32 inputs, not of 90; .*layers.0.self_attn.q_proj"):
         layers_of(model, engine="llama.cpp")
+
+
+def test_llama_cpp_s_types_follow_the_length_of_rows():
+    """The best uniform plan of 5.2 bits: Q5_K and Q5_0 take 5.5, Q4_K and Q4_0 take 4.5."""
+    model = build("llama", hidden_size=64, intermediate_size=256)
+    _, plan = layers_of(model, engine="llama.cpp", size="5.2bits")
+    assert {layer.shape[1]: block_of(layer.grid) for layer in plan.values()} == {64: "Q4_0", 256: "Q4_K"}
+    assert not any(layer.rank for layer in plan.values())
+    _, plan = layers_of(model, engine="llama.cpp", size="12bits", rank=8)
+    assert {layer.rank for layer in plan.values()} == {8}
 
 
 def test_a_recipe_in_a_file_needs_no_text_if_the_segments_are_given(tmp_path):

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hasslefree.core.grids import BITS, Grid
-from hasslefree.errors import option
+from hasslefree.errors import GridError, option
 
 # The kinds of grids: two are fields of `Grid`, and a grid with neither has a whole zero.
 SYMMETRIC = "symmetric"
@@ -79,7 +79,15 @@ def types_for(width: int) -> tuple[Grid, ...]:
 def type_like(grid: Grid, width: int) -> Grid:
     """A type for rows of `width` inputs in the place of one for rows that BLOCK divides: the
     smallest with at least as many bits.
+
+    Raises:
+        GridError: no type has such rows.
     """
+    if width % GROUP:
+        raise GridError(
+            f"the types of llama.cpp hold rows of a multiple of {GROUP} inputs, not of {width};"
+            f" keep the layer dense with {option('leave_dense')}"
+        )
     if width % BLOCK == 0:
         return grid
     return next(other for other in OTHER_TYPES if other.bits >= grid.bits)

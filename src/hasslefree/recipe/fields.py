@@ -108,7 +108,7 @@ class Fields:
     """8 to store both factors of L as int8 (default: the model's dtype)."""
     embedding_bits: int | None = declared(None, GRID)
     """Bits of the input embedding and of the output head: 2, 3, 4, 5, 6 or 8; 4 are the fastest
-    (default: they stay dense)."""
+    (default: they stay dense; 5 for llama.cpp's own types)."""
     calibration: Annotated[str | tuple[str, ...], BeforeValidator(as_texts)] = declared("c4", TEXT)
     """Text on which the layers are fitted: c4, wikitext2, ptb, wikipedia, code, chat, languages, a
     .txt or .jsonl file, python for Python's standard library, or self for text that the model

@@ -35,6 +35,8 @@ OURS = ("joint", "joint-grid")
 QUANTISING = ", ".join(name for name, method in METHODS.items() if method.grid)
 # The size to reach if no field says what to compress to, or how.
 DEFAULT_SIZE = "5.2bits"
+# Bits of the type of embedding and head in files for llama.cpp.
+TYPE_OF_ENDS = 5
 SIZING = (
     "size",
     "pattern",
@@ -241,7 +243,8 @@ def engine_defaults(recipe: Fields) -> dict[str, Any]:
     if recipe.engine is None or not has_grid(recipe):
         return {}
     if takes_types(recipe):
-        return {"rank": 0, "offset": None}  # the type decides on offsets
+        # The type decides on offsets.
+        return {"rank": 0, "offset": None, "embedding_bits": TYPE_OF_ENDS}
     grid = grid_for(recipe.engine, recipe.bits, recipe.group_size, recipe.symmetric, recipe.offset)
     if grid is None:
         return {}
