@@ -6,6 +6,9 @@ import torch
 import hasslefree
 from hasslefree import Grid
 from hasslefree.core.factors import nearest
+from hasslefree.core.grids import Quantised
+from hasslefree.core.low_rank import LowRank
+from hasslefree.core.protocols import Decomposition
 from hasslefree.packed.linear import SparseLowRankLinear
 from hasslefree.packed.storage import unpack_codes
 from hasslefree.solve.methods.joint_on_grid import JointOnGrid
@@ -95,6 +98,36 @@ def test_units_of_scales_move_in_units_of_the_layer_and_leave_its_middle_codes()
     torch.testing.assert_close(layer.weight_scale.detach(), expected.detach())
     torch.testing.assert_close(layer.weight_offset.detach(), (masters["rest"] / root + slope * expected).detach())
     assert not torch.equal(layer.weight_scale, scale)
+
+
+@pytest.mark.parametrize("kind", [{"offset": True}, {"symmetric": True}])
+def test_units_of_blocks_move_each_by_itself_in_steps_of_float16(kind):
+    """Oracle: the step of a layer with the same units and a row for each block, rounded to float16."""
+    grid = Grid(4, 4, scale_bits=6, block=8, **kind)
+    weight, gradient = torch.randn(2, 12, 16, generator=torch.Generator().manual_seed(0))
+    weight *= 1e-3
+    flat = torch.ones(8)
+    steps = 32 if grid.symmetric else 64
+    layers = {}
+    for shape in ((12, 16), (24, 8)):
+        scaling = grid.scaling(weight.view(shape))
+        quantised = Quantised.of(scaling.nearest(weight.view(shape)), scaling, torch.float32)
+        nothing = LowRank(torch.zeros(shape[0], 0), torch.zeros(0, shape[1]))
+        found = Decomposition(quantised.values(), nothing, 0.0, 0.0, (), quantised=quantised)
+        layer = SparseLowRankLinear.from_decomposition(found, None, "dense")
+        inputs = flat.repeat(shape[1] // 8)
+        trained = BlockOptimizer(torch.nn.Sequential(layer), {layer: inputs}, 10 * RATE)
+        before = layer.weight_scale.detach().clone()
+        (layer.unpacked() * gradient.view(shape)).sum().backward()
+        trained.update(1.0)
+        assert not torch.equal(layer.weight_scale, before)
+        layers[shape] = layer
+    for name in ("weight_scale", "weight_offset"):
+        if name == "weight_scale" or grid.offset:
+            one, other = (getattr(layer, name).detach() for layer in layers.values())
+            torch.testing.assert_close(one.flatten(), other.flatten())
+            count = steps if name == "weight_scale" else 64
+            assert torch.equal((one / count).half().float() * count, one)
 
 
 def test_coded_factors_are_trained_through_their_rounding():

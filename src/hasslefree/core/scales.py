@@ -140,8 +140,14 @@ def unit_of(numbers: Tensor, bits: int, half: bool) -> Tensor:
     steps = 1 << bits
     unit = as_float(numbers.abs().amax(2) * (steps / (steps - 1)))
     if half:
-        unit = (unit / steps).half().to(unit.dtype) * steps
+        unit = with_half_steps(unit, bits)
     return torch.where(unit > 0, unit, 1.0)
+
+
+def with_half_steps(unit: Tensor, bits: int) -> Tensor:
+    """The nearest units whose steps, unit / 2^bits, are numbers of float16."""
+    steps = 1 << bits
+    return (unit.float() / steps).half().to(unit.dtype) * steps
 
 
 FLOATS = Floats()

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from hasslefree.core.factors import nearest
 from hasslefree.core.gram import working_dtype
 from hasslefree.core.low_rank import LowRank
+from hasslefree.core.scales import with_half_steps
 from hasslefree.distributed import ALONE, World
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
 
@@ -170,12 +171,27 @@ def variables_of_sparse(layer: SparseLowRankLinear, scale: Tensor) -> Iterator[V
     groups = 1 if stored.ndim == 1 else stored.shape[1]
     unit = scale.view(groups, -1).square().mean(1).sqrt()
     steps = plain(stored, unit)
+    if grid.block is not None and grid.scale_bits is not None:
+        steps.store = storing_units(stored, grid.scale_bits - grid.signed_scales)
     yield steps
     if grid.offset:
         offset = layer.get_parameter("weight_offset")
         middle = middle_of(layer)
         centre = plain(offset, unit).master + middle * steps.master
-        yield Variable(offset, centre, unit, scale=steps, middle=middle)
+        store = None
+        if grid.block is not None and grid.scale_bits is not None:
+            store = storing_units(offset, grid.scale_bits)
+        yield Variable(offset, centre, unit, store, steps, middle)
+
+
+def storing_units(leaf: Tensor, bits: int) -> Callable[[Tensor], None]:
+    """Store units of blocks so that their steps, unit / 2^bits, are numbers of float16."""
+    dtype = leaf.dtype
+
+    def store(value: Tensor) -> None:
+        leaf.copy_(with_half_steps(value.to(dtype), bits))
+
+    return store
 
 
 def middle_of(layer: SparseLowRankLinear) -> Tensor:
