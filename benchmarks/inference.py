@@ -144,7 +144,8 @@ def load_and_measure(folder: Path) -> None:
     """
     AutoModelForCausalLM.from_pretrained(MODEL)
     with torch.no_grad():
-        random_layer(torch.randn(256, 256).bfloat16())(torch.randn(1, 256).bfloat16())
+        for grid in (None, Grid(6, 64, offset=True)):
+            random_layer(torch.randn(256, 256).bfloat16(), grid)(torch.randn(1, 256).bfloat16())
         before = resident()
         model = AutoModelForCausalLM.from_pretrained(folder)
         model(torch.ones(1, 1, dtype=torch.long))
@@ -208,7 +209,7 @@ def turns(runs: dict[str, Callable[[], Any]], device: str, clock: str, shared: b
 
 def speeds(dense: Path, packed: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each way: dense, packed, and S unpacked once."""
-    ways = {"dense": dense, "packed": packed} | ({} if args.bits else {"unpacked": packed})
+    ways = {"dense": dense, "packed": packed} | ({} if args.bits or args.label else {"unpacked": packed})
     loaded = {
         way: AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(args.device) for way, folder in ways.items()
     }
@@ -256,7 +257,8 @@ def generate(args: argparse.Namespace) -> None:
         found = speeds(*folders, args)
         for row, folder in zip(found, folders, strict=False):
             row["megabytes"] = loaded_megabytes(folder)  # of RAM
-    content["models"][args.model.name if args.model else f"random, Llama-3.2-1B, {args.blocks} blocks"] = found
+    name = args.model.name if args.model else f"random, Llama-3.2-1B, {args.blocks} blocks"
+    content["models"][f"{name}, {args.label}" if args.label else name] = found
     for row in found:
         print(row)
     write(args.output, content)
@@ -327,6 +329,7 @@ def main() -> None:
     third.add_argument("--threads", type=int, default=torch.get_num_threads())
     third.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     third.add_argument("--bits", type=int, help="of the grid of the folder; of the random model, instead of 2:4")
+    third.add_argument("--label", help="of the setting of the folder; without the way that unpacks S once")
     third.add_argument("--shared", action="store_true", help="the machine has other work: least times, not medians")
     third.add_argument("--output", type=Path, default=RESULTS / "generation.json")
     fourth = commands.add_parser("profile")

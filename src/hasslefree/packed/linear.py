@@ -18,7 +18,7 @@ from hasslefree.packed.kernels import backends, ops
 from hasslefree.packed.kernels.whole import Int4Kernel, kernel_for
 from hasslefree.packed.layouts import Columns
 from hasslefree.packed.spec import LayerSpec
-from hasslefree.packed.storage import pack_sparse
+from hasslefree.packed.storage import pack_sparse, unpack_codes
 from hasslefree.validation import typed
 
 
@@ -147,17 +147,20 @@ class SparseLowRankLinear(nn.Module):
         """
         if self.unpacked_copy is not None:
             return self.unpacked_copy[selected]
+        assert self.spec.grid is not None
         tensors: dict[str, Tensor] = {}
         for name in self.spec.sparse_tensors():
             stored = getattr(self, name)
-            if stored is None:
-                assert isinstance(self.kernel, Int4Kernel)
-                tensors[name] = self.kernel.packed_rows(selected)
-            else:
+            if stored is not None:
                 tensors[name] = stored[selected]
+        if "weight_packed" in tensors:
+            codes = unpack_codes(tensors["weight_packed"], self.spec.grid.bits, self.in_features)
+        else:
+            assert isinstance(self.kernel, Int4Kernel)
+            codes = self.kernel.codes_of_rows(selected)
         shape = (len(selected), self.in_features)
         spec = dataclasses.replace(self.spec, shape=shape, nonzeros=shape[0] * shape[1])
-        return spec.unpack(tensors)
+        return spec.values(codes, tensors)
 
     def support(self) -> Tensor:
         """The positions of the stored values, which are in row-major order: (out, in) bool. Not for

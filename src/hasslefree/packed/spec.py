@@ -129,11 +129,19 @@ class LayerSpec:
         width = self.shape[1]
         if self.grid is None:
             return layout.unpack(tensors["values"], index, width)
+        stored, _ = layout.shapes(self.shape, self.nonzeros)
+        codes = unpack_codes(tensors["weight_packed"], self.grid.bits, stored[-1])
+        return self.values(codes, tensors)
+
+    def values(self, codes: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        """`unpack` for an S on a grid whose codes are unpacked."""
+        assert self.grid is not None
+        layout = self.layout
+        index = tensors[layout.index]
+        width = self.shape[1]
         dtype = tensors["weight_scale"].dtype
         scale = self.scales(tensors).unsqueeze(-1)
         groups = scale.shape[:2]
-        stored, _ = layout.shapes(self.shape, self.nonzeros)
-        codes = unpack_codes(tensors["weight_packed"], self.grid.bits, stored[-1])
         if self.grid.offset:  # every entry has a code
             steps = codes.view(*groups, -1).to(scale.dtype)
             values = torch.addcmul(self.offsets(tensors).unsqueeze(-1), steps, scale)

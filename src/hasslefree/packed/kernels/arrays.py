@@ -68,7 +68,7 @@ class FactorArrays:
     Args:
         u: (out, r) in bfloat16, or int8 codes.
         v: (r, in), likewise.
-        scales: of the codes of u and v, (out,) and (r,).
+        u_scale, v_scale: of these codes, (out,) and (r,); None without codes.
         bias: (out,), or None.
     """
 
@@ -76,12 +76,14 @@ class FactorArrays:
         self,
         u: Tensor,
         v: Tensor,
-        scales: tuple[Tensor, Tensor] | None,
+        u_scale: Tensor | None,
+        v_scale: Tensor | None,
         bias: Tensor | None,
     ):
-        none = u.new_empty(0, dtype=torch.float32)
-        u_scale, v_scale = scales or (none, none)
-        tensors = (v, v_scale.float(), u, u_scale.float(), none if bias is None else bias.float())
+        tensors = []
+        for matrix, scale in ((v, v_scale), (u, u_scale)):
+            tensors += [matrix, float_or_empty(scale)]
+        tensors.append(float_or_empty(bias))
         self.arrays = tuple([as_numpy(tensor.contiguous()) for tensor in tensors])
 
     def add(self, x: Tensor, y: Tensor) -> None:
@@ -89,6 +91,13 @@ class FactorArrays:
         from hasslefree.packed.kernels.nibbles import add_low_rank
 
         add_low_rank(x.data_ptr(), y.data_ptr(), len(x), *self.arrays)
+
+
+def float_or_empty(numbers: Tensor | None) -> Tensor:
+    """Numbers in float32; (0,) for None."""
+    if numbers is None:
+        return torch.empty(0)
+    return numbers.float()
 
 
 def takes_few(x: Tensor) -> bool:

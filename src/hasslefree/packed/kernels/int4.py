@@ -32,8 +32,9 @@ from torch.nn import functional as F
 
 from hasslefree.core.grids import Grid
 from hasslefree.packed.kernels import arrays
-from hasslefree.packed.kernels.arrays import bits_of, is_traced, numba_kernels, workspace
+from hasslefree.packed.kernels.arrays import bits_of, is_traced, numba_kernels
 from hasslefree.packed.kernels.ops import as_operator
+from hasslefree.packed.kernels.rooms import BLOCK, BlockedRoom, Room, room_for
 from hasslefree.packed.storage import pack_codes, unpack_codes
 
 # The groups of nibbles that the operators take.
@@ -45,15 +46,15 @@ ZERO = 8
 # What the nibbles of a code are multiplied by, on a CPU.
 LOW_AND_HIGH = torch.tensor([[1.0], [16.0]], dtype=torch.bfloat16, device="cpu")
 FILLED_UP = torch.tensor([[1.0], [0.0]], dtype=torch.bfloat16, device="cpu")
-# Tokens that the operators multiply at most: from there on, unpacking is faster.
-CPU_TOKENS = 24
+# Nibbles of an input, times tokens, that the operators multiply at most: from there on, unpacking
+# is faster, by Numba or by torch.
+MOST_BY_NUMBA = 10
+MOST_BY_TORCH = 128
 CUDA_TOKENS = 16
 # The rows that a CPU's order of codes interleaves, by the instructions that torch uses.
 BLOCKS = {"AVX512": 64, "AVX2": 32}
-# Rows of S in bfloat16 that stay in the second level of the cache.
-TILE_BYTES = 2 << 20
-# Inputs that a product takes together: the rank is filled up with zeros.
-ALIGNED = 32
+# Rows of S in bfloat16 that are unpacked together.
+TILE_BYTES = 4 << 20
 # The outputs and inputs of a layer are multiples of these.
 MULTIPLES = {"cpu": (16, 16), "cuda": (8, 32)}
 
@@ -196,10 +197,15 @@ class Int4:
             parts.append(pack_codes(self.nibbles.join(nibbles.T.contiguous()), self.nibbles.bits))
         return torch.cat(parts)
 
-    def words_of_rows(self, rows: Tensor) -> Tensor:
-        """The packed codes of some rows: indices (rows,) → int32 (rows, words), on a CPU."""
-        codes = self.nibbles.join(nibbles_of_rows(self.codes, rows))
-        return pack_codes(codes, self.nibbles.bits)
+    def codes_of_rows(self, rows: Tensor) -> Tensor:
+        """The codes of some rows: indices (rows,) → uint8 (rows, in), on a CPU."""
+        return self.nibbles.join(nibbles_of_rows(self.codes, rows))
+
+    def few_product(self, x: Tensor) -> Tensor:
+        """x Sᵀ for a few tokens on a CPU: (tokens, in) → (tokens, out), bfloat16."""
+        nibbles = self.nibbles
+        inputs = nibbles.spread(x)
+        return torch._weight_int4pack_mm_for_cpu(inputs, self.codes, nibbles.together, self.terms)
 
     def product(
         self,
@@ -248,71 +254,61 @@ def int4_product(
     u: Tensor | None = None,
     v: Tensor | None = None,
 ) -> Tensor:
-    """`Int4.product` on a CPU, with its tensors and the fields of its nibbles.
-
-    For many tokens S and L are one product: x' = [x, x vᵀ], [S, u].
-    """
+    """`Int4.product` on a CPU, with its tensors and the fields of its nibbles."""
     nibbles = Nibbles(bits, group)
-    if len(x) <= CPU_TOKENS:
+    blocked = arrays.HAS_NUMBA and rows_of_block() == BLOCK
+    if nibbles.count * len(x) <= (MOST_BY_NUMBA if blocked else MOST_BY_TORCH):
         multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
         y: Tensor = multiply(nibbles.spread(x), codes, nibbles.together, terms)
         return add_factors(y, x, u, v)
-    tokens, width = x.shape
-    out = len(codes)
-    rank = 0
-    if u is not None and v is not None:
-        rank = len(v)
-        filling = x.new_zeros(tokens, -rank % ALIGNED)
-        x = torch.cat([x, F.linear(x, v), filling], 1)
-    inputs = x.shape[1]
-    y = x.new_empty(tokens, out)
-    tiles = list(tiles_of(out, width))
-    height = max(rows.stop - rows.start for rows in tiles)
-    room = workspace(2 * inputs * height).view(torch.bfloat16)
-    for rows in tiles:
-        tile = room[: inputs * (rows.stop - rows.start)].view(inputs, -1)
-        unpack_tile(codes, terms, nibbles, rows, tile[:width])
-        if u is not None:
-            tile[width : width + rank] = u[rows].T
-            tile[width + rank :] = 0
-        torch.mm(x, tile, out=y[:, rows])
-    return y
+    width = x.shape[1]
+    parts = []
+    for rows in tiles_of(len(codes), width):
+        room = room_for(rows.stop - rows.start, width, blocked)
+        fill(room, codes, terms, nibbles, rows)
+        parts.append(room.product(x))
+    y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    return add_factors(y, x, u, v)
 
 
 linear_int4 = as_operator("hasslefree::linear_int4", int4_product)
 linear_int4.register_fake(lambda x, codes, *_: x.new_empty(len(x), len(codes)))
 
 
-def unpack_tile(
+def fill(
+    room: Room,
     codes: Tensor,
     terms: Tensor,
     nibbles: Nibbles,
     rows: slice,
-    tile: Tensor,
 ) -> None:
-    """Write some rows of S, whole blocks or the last ones, into a tile (in, rows), bfloat16.
+    """Unpack some rows of S, whole blocks or the last ones, into a room.
 
     codes, terms, nibbles: as `Int4` has them on a CPU.
     """
     group = nibbles.group
-    count = nibbles.count
-    if arrays.HAS_NUMBA:
+    if isinstance(room, BlockedRoom):
         numba_kernels()  # sets the number of threads
         from hasslefree.packed.kernels.nibbles import unpack_nibbles
 
-        block = (rows.start, rows_of_block())
-        form = (group, count, nibbles.is_high)
-        unpack_nibbles(codes.numpy(), bits_of(terms), *block, *form, bits_of(tile))
+        pairs = room.values.view(torch.uint32).squeeze(-1).numpy()
+        form = (group, nibbles.count, nibbles.is_high)
+        unpack_nibbles(codes.numpy(), bits_of(terms), rows.start, *form, pairs)
         return
-    parts = torch.empty(count * len(tile), tile.shape[1])
-    write_nibbles(codes[rows], parts)
-    parts = parts.sub_(ZERO).view(-1, count, group, tile.shape[1])
-    steps = parts[:, 0]
-    scale, centre = terms[:, rows].float().permute(2, 0, 1).unsqueeze(2)
-    if nibbles.is_high:
-        steps = steps.add_(parts[:, 1], alpha=16)
-        centre = 17 * centre
-    tile.copy_(torch.addcmul(centre, steps, scale).view(tile.shape))
+    step = 4 * rows_of_block()  # rows that stay in the cache
+    for start in range(rows.start, rows.stop, step):
+        few = slice(start, min(start + step, rows.stop))
+        count = few.stop - start
+        parts = torch.empty(2 * codes.shape[1], count)
+        write_nibbles(codes[few], parts)
+        parts = parts.sub_(ZERO).view(-1, nibbles.count, group, count)
+        steps = parts[:, 0]
+        scale, centre = terms[:, few].float().permute(2, 0, 1).unsqueeze(2)
+        if nibbles.is_high:
+            steps = steps.add_(parts[:, 1], alpha=16)
+            centre = 17 * centre
+        values = torch.addcmul(centre, steps, scale).flatten(0, 1)
+        room.values[:, start - rows.start : few.stop - rows.start] = values
 
 
 def nibbles_of_rows(packed: Tensor, rows: Tensor) -> Tensor:

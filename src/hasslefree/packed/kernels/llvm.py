@@ -24,8 +24,6 @@ TOKENS = 64
 GROUPS = 16
 CODES = 11
 TABLE_ROWS = GROUPS * CODES + 5
-# Codes of four bits that are unpacked together: torch's order has at least so many side by side.
-NIBBLES = 8
 
 NEEDED = {"+avx512f", "+avx512vbmi2", "+avx512bf16"}
 WIDE = set(get_host_cpu_features().split(",")) >= NEEDED
@@ -400,21 +398,21 @@ def expand(
 
 
 @intrinsic
-def unpack_lanes(
+def unpack_pairs(
     typing,
     codes,
     low,
     high,
-    shift,
     terms,
+    pairs,
     at,
-    row,
 ):
-    """row[at : at + 8] = code · scale + centre, in bfloat16.
+    """pairs[at : at + 64] = code · scale + centre for 64 rows and two inputs, in bfloat16; the two
+    share a word.
 
-    A code is the four bits from `shift` on of a byte of `codes` from `low` on, plus 16 times those
-    from `high` on unless `high` is `low`. terms: float32 (2, rows), scales and centres; row: uint16
-    (rows,).
+    Byte i of `codes` from `low` on has the nibbles of row i and, above it, row 32 + i; the next 32
+    bytes have those of the second input. Those from `high` on count 16 times; `high` is None if
+    there are none. terms: float32 (2, 64), scales and centres; pairs: uint32.
     """
 
     def generate(
@@ -423,44 +421,57 @@ def unpack_lanes(
         signature,
         arguments,
     ):
-        codes, low, high, shift, terms, at, row = arguments
-        words = ir.VectorType(INT32, NIBBLES)
-        floats = ir.VectorType(FLOAT, NIBBLES)
+        codes, low, high, terms, pairs, at = arguments
+        codes_kind, _, high_kind, terms_kind, pairs_kind, _ = signature.args
+        words = ir.VectorType(INT32, LANES)
 
         def constant(value):
-            return ir.Constant(words, [value] * NIBBLES)
+            return ir.Constant(words, [value] * LANES)
 
-        shift = builder.insert_element(ir.Constant(words, ir.Undefined), shift, INT32(0))
-        shift = builder.shuffle_vector(shift, shift, constant(0))
-
-        def nibbles(first):
-            octets = ir.VectorType(BYTE, NIBBLES)
-            source = address(context, builder, signature.args[0], codes, [first], octets)
+        def nibbles(
+            first,
+            offset,
+            shift,
+        ):
+            place = builder.add(first, first.type(offset))
+            octets = ir.VectorType(BYTE, LANES)
+            source = address(context, builder, codes_kind, codes, [place], octets)
             wide = builder.zext(builder.load(source, align=1), words)
-            return builder.and_(builder.lshr(wide, shift), constant(15))
+            return builder.and_(builder.lshr(wide, constant(shift)), constant(15))
 
-        def loaded(number):
-            place = [at.type(number), at]
-            source = address(context, builder, signature.args[4], terms, place, floats)
+        def numbers(kind, row):
+            place = [INT64(kind), INT64(row)]
+            source = address(context, builder, terms_kind, terms, place, FLOATS)
             return builder.load(source, align=4)
 
-        code = nibbles(low)
-        above = builder.shl(nibbles(high), constant(4))
-        both = builder.or_(code, above)
-        is_single = builder.icmp_unsigned("==", low, high)
-        code = builder.sitofp(builder.select(is_single, code, both), floats)
-        scaled = builder.fmul(code, loaded(0), flags=("contract",))
-        value = builder.fadd(scaled, loaded(1), flags=("contract",))
-        bits = builder.bitcast(value, words)
-        odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
-        bits = builder.add(bits, builder.add(odd, constant(0x7FFF)))
-        rounded = builder.trunc(builder.lshr(bits, constant(16)), ir.VectorType(INT16, NIBBLES))
-        target = address(context, builder, signature.args[6], row, [at], rounded.type)
-        builder.store(rounded, target, align=2)
+        def rounded(
+            offset,
+            shift,
+            row,
+        ):
+            code = nibbles(low, offset, shift)
+            if not isinstance(high_kind, types.NoneType):
+                above = builder.shl(nibbles(high, offset, shift), constant(4))
+                code = builder.or_(code, above)
+            steps = builder.sitofp(code, FLOATS)
+            product = builder.fmul(steps, numbers(0, row), flags=("contract",))
+            value = builder.fadd(product, numbers(1, row), flags=("contract",))
+            return builder.add(builder.bitcast(value, words), constant(0x8000))
+
+        for row in range(0, 4 * LANES, LANES):
+            shift = row // (2 * LANES) * 4
+            offset = row % (2 * LANES)
+            first = builder.lshr(rounded(offset, shift, row), constant(16))
+            second = rounded(2 * LANES + offset, shift, row)
+            pair = builder.or_(first, builder.and_(second, constant(0xFFFF0000)))
+            place = builder.add(at, at.type(row))
+            target = address(context, builder, pairs_kind, pairs, [place], words)
+            builder.store(pair, target, align=4)
         return context.get_dummy_value()
 
     index = types.uint64
-    return types.none(codes, index, index, types.uint32, terms, index, row), generate
+    second = types.none if isinstance(high, types.NoneType) else index
+    return types.none(codes, index, second, terms, pairs, index), generate
 
 
 @intrinsic

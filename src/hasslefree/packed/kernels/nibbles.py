@@ -6,8 +6,19 @@ import numpy as np
 from numba import carray, njit, prange, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 
-from hasslefree.packed.kernels.cpu import SUMS, rows_in_parallel, store_rounded, u32, u64, widen
-from hasslefree.packed.kernels.llvm import NIBBLES, unpack_lanes
+from hasslefree.packed.kernels.cpu import (
+    SUMS,
+    row_function,
+    rows_in_parallel,
+    store_rounded,
+    u32,
+    u64,
+    widen,
+)
+from hasslefree.packed.kernels.llvm import LANES, unpack_pairs
+
+# Rows of a block, in the order of torch's operators and of oneDNN.
+BLOCK = 4 * LANES
 
 
 @intrinsic
@@ -65,51 +76,82 @@ def add_low_rank(
             store_rounded(y, t, o, widen(y[t, o]) + total)
 
 
+@row_function
+def last_rows(
+    codes,
+    low,
+    above,
+    high,
+    terms,
+    pairs,
+    at,
+    half,
+):
+    """`unpack_pairs` for 2·half rows, of which neighbours share a byte, and `half` bytes an
+    input.
+    """
+    for i in range(half):
+        for side in range(u64(2)):
+            column = side * half + i
+            for second in range(u64(2)):
+                place = second * half + i
+                code = u32(codes[low + place]) >> u32(u64(4) * side) & u32(15)
+                if high:
+                    octet = u32(codes[above + place])
+                    code |= (octet >> u32(u64(4) * side) & u32(15)) << u32(4)
+                value = np.float32(np.int32(code)) * terms[0, column] + terms[1, column]
+                bits = np.float32(value).view(np.uint32) + u32(0x8000)
+                if second:
+                    pairs[at + u64(2) * i + side] |= bits & u32(0xFFFF0000)
+                else:
+                    pairs[at + u64(2) * i + side] = bits >> u32(16)
+
+
 @rows_in_parallel
 def unpack_nibbles(
     codes,
     terms,
     first,
-    block,
     group,
     slots,
     high,
-    tile,
+    pairs,
 ):
-    """Rows of S from `first` on, in bfloat16: tile (in, rows), whole blocks or the last rows.
+    """Rows of S from `first` on, in bfloat16, in blocks of 64 rows, as oneDNN takes them.
 
-    codes: uint8 (out, octets) in the order of torch's operators; terms: the bits of (groups, out,
-    2); block: the rows that this order interleaves; group: the inputs of S that share terms; slots:
-    the nibbles of an input; high: the second one counts 16 times.
+    codes: uint8 (out, octets) in the order of torch's operators with AVX-512; terms: the bits of
+    (groups, out, 2); group: the inputs of S that share terms; slots: the nibbles of an input; high:
+    the second one counts 16 times; pairs: uint32 (blocks, pairs of inputs, 64), of which rows and
+    inputs that S does not have stay as they are.
     """
     octets = u64(codes.shape[1])
     flat = codes.reshape(-1)
+    places = pairs.reshape(-1)
     middle = np.float32(136 if high else 8)
     times = np.float32(17 if high else 1)
-    rows = tile.shape[1]
-    for part in prange((rows + block - 1) // block):
-        start = u64(part * block)
-        count = min(u64(block), u64(rows) - start)
+    out = u64(codes.shape[0])
+    for block in prange(pairs.shape[0]):
+        start = u64(first) + u64(block * BLOCK)
+        count = min(u64(BLOCK), out - start)
         half = count // u64(2)
-        is_whole = count == u64(block)
-        numbers = np.empty((2, count), np.float32)
-        unsorted = np.empty(count, np.uint16)
-        base = (u64(first) + start) * octets
-        for g in range(u64(tile.shape[0] // group)):
+        numbers = np.zeros((2, BLOCK), np.float32)
+        for g in range(u64(terms.shape[0])):
             for c in range(count):
-                row = c if is_whole else c % half * u64(2) + c // half
-                scale = widen(terms[g, u64(first) + start + row, 0])
-                centre = widen(terms[g, u64(first) + start + row, 1])
+                # In a last block of fewer rows, neighbours share a byte.
+                row = c if count == u64(BLOCK) else c % half * u64(2) + c // half
+                scale = widen(terms[g, start + row, 0])
                 numbers[0, c] = scale
-                numbers[1, c] = times * centre - middle * scale
-            for k in range(g * u64(group), (g + u64(1)) * u64(group)):
-                low = base + (k + g * u64((slots - 1) * group)) * half
-                above = low + u64(group) * half if high else low
-                values = tile[k, start : start + count] if is_whole else unsorted
-                for c in range(u64(0), half, u64(NIBBLES)):
-                    unpack_lanes(flat, low + c, above + c, u32(0), numbers, c, values)
-                    unpack_lanes(flat, low + c, above + c, u32(4), numbers, half + c, values)
-                if not is_whole:  # neighbouring rows share a byte
-                    for c in range(half):
-                        tile[k, start + u64(2) * c] = unsorted[c]
-                        tile[k, start + u64(2) * c + u64(1)] = unsorted[half + c]
+                numbers[1, c] = times * widen(terms[g, start + row, 1]) - middle * scale
+            low = start * octets + g * u64(slots * group) * half
+            above = low + u64(group) * half
+            at = (u64(block) * u64(pairs.shape[1]) + g * u64(group // 2)) * u64(BLOCK)
+            for _ in range(u64(group // 2)):
+                if count < u64(BLOCK):
+                    last_rows(flat, low, above, high, numbers, places, at, half)
+                elif high:
+                    unpack_pairs(flat, low, above, numbers, places, at)
+                else:
+                    unpack_pairs(flat, low, None, numbers, places, at)
+                low += count
+                above += count
+                at += u64(BLOCK)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from hasslefree.packed.linear import SparseLowRankLinear
 
 logger = logging.getLogger(__name__)
+# Entries of u and v that one thread multiplies faster than torch starts several.
+MAX_FACTORS = 1 << 19
 
 
 class Kernel(Protocol):
@@ -133,7 +135,9 @@ class Int4Kernel:
 
     def __init__(self) -> None:
         self.operands: Int4 | None = None
+        # L and the bias for a few tokens on a CPU; None without both, or if `takes_few` is false.
         self.factors: FactorArrays | None = None
+        self.takes_few = False
         self.key: tuple[tuple[int, int], ...] = ()  # of the tensors that were prepared
         self.preparing = threading.RLock()  # threads may share a layer
 
@@ -151,13 +155,19 @@ class Int4Kernel:
         flat = x.reshape(-1, x.shape[-1])
         if not x.is_cpu and len(flat) > CUDA_TOKENS:
             return None
-        if not is_traced(x) and self.key != key_of(layer):
+        traced = is_traced(x)
+        if not traced and self.key != key_of(layer):
             with self.preparing:
                 self._prepare(layer)
         operands = self.operands
         if operands is None or operands.terms.device != x.device:
             return None
-        y = self._flat_product(operands, layer, flat)
+        if self.takes_few and not traced and takes_few(x):
+            y = operands.few_product(flat)
+            if self.factors is not None:
+                self.factors.add(flat.contiguous(), y)
+        else:
+            y = self._flat_product(operands, layer, flat)
         return y.view(*x.shape[:-1], layer.out_features)
 
     def _flat_product(
@@ -166,11 +176,7 @@ class Int4Kernel:
         layer: "SparseLowRankLinear",
         x: Tensor,
     ) -> Tensor:
-        """x: (tokens, in) → (tokens, out)."""
-        if self.factors is not None and takes_few(x) and not is_traced(x):
-            y = operands.product(x)
-            self.factors.add(x.contiguous(), y)
-            return y
+        """x: (tokens, in) → (tokens, out), by torch's operators alone."""
         u, v = layer.factors() or (None, None)
         y = operands.product(x, u, v)
         bias = layer._parameters["bias"]
@@ -205,18 +211,27 @@ class Int4Kernel:
         layer._buffers["weight_packed"] = None
         for tensor in tensors.values():
             arrays.give_up_pages(tensor)
-        if arrays.HAS_NUMBA and layer.low_rank_u is not None and layer.low_rank_v is not None:
-            scales = None
-            if layer.spec.factor_bits:
-                u_scale = layer.get_parameter("low_rank_u_scale").detach()
-                scales = u_scale, layer.get_parameter("low_rank_v_scale").detach()
-            u, v = layer.low_rank_u.detach(), layer.low_rank_v.detach()
-            self.factors = FactorArrays(u, v, scales, layer.bias)
+        self._take_factors(layer)
 
-    def packed_rows(self, selected: Tensor) -> Tensor:
-        """Rows of the buffer `weight_packed` that the kernel has taken: (rows,) → (rows, words)."""
+    def _take_factors(self, layer: "SparseLowRankLinear") -> None:
+        """Prepare L and the bias for a few tokens."""
+        u = layer.low_rank_u
+        v = layer.low_rank_v
+        if u is None or v is None:
+            self.takes_few = layer.bias is None
+            return
+        self.takes_few = arrays.HAS_NUMBA and u.numel() + v.numel() <= MAX_FACTORS
+        if self.takes_few:
+            u_scale = layer._parameters.get("low_rank_u_scale")
+            v_scale = layer._parameters.get("low_rank_v_scale")
+            self.factors = FactorArrays(u, v, u_scale, v_scale, layer.bias)
+
+    def codes_of_rows(self, selected: Tensor) -> Tensor:
+        """Codes of rows of the buffer `weight_packed` that the kernel has taken: indices (rows,) →
+        uint8 (rows, in).
+        """
         assert self.operands is not None
-        return self.operands.words_of_rows(selected)
+        return self.operands.codes_of_rows(selected)
 
     def release(self, layer: "SparseLowRankLinear") -> None:
         if self.operands is None:
@@ -225,6 +240,7 @@ class Int4Kernel:
             layer._buffers["weight_packed"] = self.operands.words()
         self.operands = None
         self.factors = None
+        self.takes_few = False
         self.key = ()
 
 

@@ -1,0 +1,105 @@
+"""Memory for unpacked rows of S in bfloat16, and the product with them. It is kept from call to
+call: new pages cost more than unpacking.
+"""
+
+import ctypes
+import threading
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hasslefree.packed.kernels.arrays import workspace
+
+# Rows of a block of oneDNN's order.
+BLOCK = 64
+# oneDNN takes inputs by so many.
+INPUTS = 32
+# oneDNN may choose its order by the number of tokens.
+TOKENS = 512
+_kept = threading.local()
+
+
+class PlainRoom:
+    """Rows of S, transposed: (in, rows)."""
+
+    def __init__(self, rows: int, inputs: int):
+        self.shape = (inputs, rows)
+
+    @property
+    def values(self) -> Tensor:
+        """(in, rows), shared by all plain rooms of a thread."""
+        inputs, rows = self.shape
+        return workspace(2 * rows * inputs).view(torch.bfloat16).view(self.shape)
+
+    def product(self, x: Tensor) -> Tensor:
+        """x (tokens, in) → (tokens, rows)."""
+        return x @ self.values
+
+
+class BlockedRoom:
+    """Rows of S in the order of oneDNN's products of bfloat16, which need not order them again.
+
+    values: (blocks, pairs of inputs, 64 rows, 2), with zeros for what S does not have.
+    """
+
+    def __init__(self, rows: int, inputs: int):
+        self.packed = reordered(torch.zeros(rows, inputs, dtype=torch.bfloat16))
+        self.values = values_of(self.packed).view(-1, -(-inputs // INPUTS) * INPUTS // 2, BLOCK, 2)
+
+    def product(self, x: Tensor) -> Tensor:
+        """x (tokens, in) → (tokens, rows)."""
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
+        return product
+
+
+Room = PlainRoom | BlockedRoom
+
+
+def room_for(
+    rows: int,
+    inputs: int,
+    blocked: bool,
+) -> Room:
+    """This thread's room of a shape; a blocked one if wanted and if oneDNN's order is known."""
+    rooms = vars(_kept).setdefault("rooms", {})
+    key = (rows, inputs, blocked)
+    if key not in rooms:
+        is_blocked = blocked and is_known_order(rows, inputs)
+        rooms[key] = BlockedRoom(rows, inputs) if is_blocked else PlainRoom(rows, inputs)
+    room: Room = rooms[key]
+    return room
+
+
+@cache
+def is_known_order(rows: int, inputs: int) -> bool:
+    """Try whether oneDNN orders a matrix in blocks of 64 rows, then by pairs of inputs."""
+    operators = ("_reorder_linear_weight", "_linear_pointwise", "data_ptr", "_nbytes")
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if not all(hasattr(torch.ops.mkldnn, name) for name in operators):
+        return False
+    # Bits of finite numbers, nearly all different.
+    matrix = (torch.arange(rows * inputs) % 32611).to(torch.int16).view(rows, inputs)
+    packed = reordered(matrix.view(torch.bfloat16))
+    found = values_of(packed).view(torch.int16)
+    padded = F.pad(matrix, (0, -inputs % INPUTS, 0, -rows % BLOCK))
+    expected = padded.view(-1, BLOCK, padded.shape[1] // 2, 2).transpose(1, 2)
+    return torch.equal(found, expected.flatten())
+
+
+def reordered(matrix: Tensor) -> Tensor:
+    """A matrix (rows, in) in bfloat16 in oneDNN's order, as a tensor that only oneDNN reads."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(matrix, TOKENS)
+    return packed
+
+
+def values_of(packed: Tensor) -> Tensor:
+    """The memory of a tensor in oneDNN's order, in bfloat16, flat; valid while `packed` lives."""
+    if not packed.is_mkldnn:
+        return packed.flatten()
+    size = torch.ops.mkldnn._nbytes(packed)
+    memory: Any = (ctypes.c_uint8 * size).from_address(torch.ops.mkldnn.data_ptr(packed))
+    return torch.frombuffer(memory, dtype=torch.bfloat16)
