@@ -23,8 +23,8 @@ which holds the vocabulary too.
 the matrix for later runs. --shared: the machine does other work at the same time, so no seconds are written, except
 those of the processor.
 
-results/four_bits.json, which some tables and pictures show, holds rows of three texts, with llama.cpp's types without
-a matrix and fewer iterations of AutoRound.
+results/four_bits.json holds rows of three texts that an earlier version measured: groups of 64 with scales of 16 bits,
+embeddings and heads dense, llama.cpp's types without a matrix, and fewer iterations of AutoRound.
 """
 
 from __future__ import annotations
@@ -70,19 +70,19 @@ class Spec:
     program: str | None = None
 
 
-ON_GRID: dict[str, Any] = {"method": "joint-grid", "group_size": 64}
+# Scales as other programs have them, with as many bits in every layer.
+ON_GRID: dict[str, Any] = {"method": "joint-grid", "group_size": 64, "scale_bits": 16}
 
 
-def dense_rows(bits: int, ranks: tuple[int, ...], efforts: tuple[str, ...], factors: int | None = None) -> Rows:
-    """Rows of a full S with a scale and an offset for each 64 entries. factors: the bits of the factors of L."""
-    suffix = f" in {factors} bits" if factors else ""
-    coded = {"factor_bits": factors} if factors else {}
+def sized_rows(size: str, efforts: tuple[str, ...], **fields: Any) -> Rows:
+    """Rows of a size, with bits and ranks chosen for each matrix."""
+    return {f"{size}, {effort}": Spec(fields | {"size": size, "effort": effort}, effort, size) for effort in efforts}
+
+
+def uniform_rows(bits: int, ranks: tuple[int, ...], efforts: tuple[str, ...]) -> Rows:
+    """Rows of as many bits in every layer; embedding and head stay dense."""
     return {
-        f"{bits} bits" + (f" + rank {rank}{suffix}" if rank else " alone") + f", {effort}": Spec(
-            ON_GRID | coded | {"pattern": "dense", "offset": True, "bits": bits, "rank": rank, "effort": effort},
-            f"{bits} bits, {effort}",
-            f"{rank}" + (f" int{factors}" if factors else ""),
-        )
+        f"{bits} bits + rank {rank}, {effort}": Spec({"bits": bits, "rank": rank, "effort": effort}, f"{bits} bits", "")
         for rank in ranks
         for effort in efforts
     }
@@ -94,45 +94,18 @@ def gguf_rows(size: str, efforts: tuple[str, ...]) -> Rows:
     return {f"GGUF, {size}, {effort}": Spec(fields | {"effort": effort}, f"GGUF, {effort}", size) for effort in efforts}
 
 
-def sparse_rows(pattern: str, ranks: tuple[int, ...]) -> Rows:
-    """Rows of a sparse S on four bits."""
-    return {
-        f"{pattern} on 4 bits + rank {rank}, fast": Spec(
-            ON_GRID | {"pattern": pattern, "bits": 4, "rank": rank, "effort": "fast"}, f"{pattern}, 4 bits", str(rank)
-        )
-        for rank in ranks
-    }
-
-
-def dealt_rows(bits: float, efforts: tuple[str, ...], **fields: Any) -> Rows:
-    """Rows of a size in bits per weight, with bits and ranks chosen for each layer."""
-    return {
-        f"{bits} bits, dealt, {effort}": Spec(
-            fields | {"size": f"{bits}bits", "effort": effort}, f"dealt, {effort}", ""
-        )
-        for effort in efforts
-    }
-
-
 Rows = dict[str, Spec]
 OURS: Rows = {
-    "4 bits alone, GPTQ": Spec({"method": "gptq", "pattern": "dense", "bits": 4, "rank": 0}, "GPTQ", "4 bits"),
-    **dense_rows(4, (0, 16), ("fast", "balanced", "best")),
-    **dense_rows(4, (16, 32), ("fast", "best"), factors=8),
-    **dense_rows(3, (0, 16, 32), ("fast", "best")),
-    **dense_rows(3, (16, 32), ("best",), factors=8),
-    **dense_rows(2, (64,), ("best",)),
-    **dense_rows(5, (0, 16), ("fast", "best")),
-    **dense_rows(8, (0,), ("fast",)),
-    **dense_rows(4, (12,), ("fast",), factors=8),
-    **dealt_rows(4.3, ("best",)),
-    **dealt_rows(4.6, ("fast", "best")),
-    **dealt_rows(4.8, ("fast", "balanced")),
-    **dealt_rows(5.2, ("fast", "balanced", "best")),
+    **sized_rows("105MB", ("fast", "balanced", "best")),
+    **sized_rows("398MB", ("fast", "balanced")),
+    **sized_rows("5.2bits", ("fast", "balanced", "best")),
+    **sized_rows("4.6bits", ("fast", "best")),
+    **sized_rows("4.3bits", ("fast", "best")),
+    **sized_rows("3.54bits", ("best",)),
     **gguf_rows("103.6MB", ("fast", "balanced")),
     **gguf_rows("391MB", ("fast", "balanced")),
-    **sparse_rows("2:4", (16,)),
-    **sparse_rows("6:8", (16, 48, 96)),
+    **uniform_rows(4, (0, 16), ("fast", "balanced")),
+    "4 bits alone, GPTQ": Spec(ON_GRID | {"method": "gptq", "pattern": "dense", "bits": 4, "rank": 0}, "GPTQ", ""),
 }
 LLAMA_CPP = ("Q4_K_M", "Q5_K_M", "IQ4_XS", "Q3_K_M", "IQ3_M", "Q6_K", "Q8_0")
 AUTO_ROUND = {"bits": 4, "group_size": 64, "sym": False, "iters": 200}
@@ -296,7 +269,7 @@ def run(args: argparse.Namespace, record: Path, work: Path) -> None:
     }
     models.fill(content, output, jobs, row)
     frontier.draw(args.plot)
-    frontier.draw_next_to_others(args.plot.with_name("next_to_others.png"))
+    frontier.draw_whole_files(args.plot.with_name("whole_files.png"))
 
 
 if __name__ == "__main__":

@@ -149,16 +149,30 @@ def row(
                 "cpu_seconds": round(time.process_time() - start, 1),
                 "phases": {phase.name: round(phase.seconds, 1) for phase in report.phases},
                 "peak_mb": models.peak_mb(),
-                "bytes_a_weight": report.stored_bytes / report.dense_parameters,
                 "mean_relative_error": report.mean_relative_error,
             }
-        found["perplexity"] = models.rounded(measurement.perplexities(models.loaded(folder, measurement.dtype)))
+        model = models.loaded(folder, measurement.dtype)
+        if fields is not None:
+            found |= size_and_bits(report, find_blocks(model).name)
+        found["perplexity"] = models.rounded(measurement.perplexities(model))
         found["file_bytes"] = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
         if exported is not None:
             found |= exported(folder)
         if tasks is not None:
             found["tasks"] = models.zero_shot(folder, list(models.TASKS), limit, tasks, "auto")
     return found
+
+
+def size_and_bits(report: hasslefree.Record, blocks: str) -> dict[str, Any]:
+    """The bytes for each weight of the layers in the blocks, and the bits of embedding and head if they have a grid.
+
+    Args:
+        blocks: the name of the list of blocks in the model.
+    """
+    layers = [layer for layer in report.layers if layer.name.startswith(f"{blocks}.")]
+    weights = sum(layer.spec.dense_parameters for layer in layers)
+    ends = {layer.name: layer.spec.grid.bits for layer in report.layers if layer not in layers}
+    return {"bytes_a_weight": sum(layer.bytes for layer in layers) / weights, "end_bits": ends}
 
 
 def run_rows(args: argparse.Namespace) -> None:

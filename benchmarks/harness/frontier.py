@@ -13,18 +13,18 @@ from harness.record import RESULTS
 # Of every curve: the bytes of a weight, the gap and the label of each point.
 Curves = dict[str, list[tuple[float, float, str]]]
 
-# The picture that README begins with: rows of four_bits.json, by curve, and the label of each.
-NEXT_TO_OTHERS = {
-    "hasslefree --size": {
-        "4.3 bits, dealt, best": "4.3bits, best",
-        "4.6 bits, dealt, best": "4.6bits, best",
-        "5.2 bits, dealt, balanced": "default",
+# The picture that README begins with: rows of whole_files_MODEL.json, by curve, and the label of each.
+WHOLE_FILES = {
+    "hasslefree": {
+        "4.3bits, best": "--size 4.3bits, best",
+        "5.2bits, balanced": "default",
+        "105MB, balanced": "--size 105MB",
     },
-    "hasslefree --bits 4 --rank 16": {"4 bits + rank 16, balanced": ""},
-    "llama.cpp": {f"llama.cpp {kind}": kind for kind in ("Q3_K_M", "Q4_0", "Q4_K_M", "Q5_0")},
-    "AutoRound": {"AutoRound, 50 iterations, 4 bits": "50 iterations"},
-    "GPTQ (llm-compressor)": {"llm-compressor GPTQ, 4 bits": "4 bits"},
+    "llama.cpp, importance matrix": {
+        f"llama.cpp {kind}, matrix": kind for kind in ("IQ3_M", "IQ4_XS", "Q3_K_M", "Q4_K_M", "Q5_K_M")
+    },
 }
+MODEL = "SmolLM2-135M-Instruct"
 
 
 def results(path: Path) -> dict[str, Any]:
@@ -53,15 +53,15 @@ def draw(plot: Path, frontier: Path = RESULTS / "frontier.json", four_bits: Path
     plots.frontier({name: sorted(points) for name, points in curves.items()}, programs, title, plot)
 
 
-def draw_next_to_others(plot: Path, four_bits: Path = RESULTS / "four_bits.json") -> None:
-    """Draw a few quantised rows next to those of other programs."""
-    rows = results(four_bits)
+def draw_whole_files(plot: Path, whole_files: Path = RESULTS / f"whole_files_{MODEL}.json") -> None:
+    """Draw a few rows next to those of llama.cpp: the mean over texts of other kinds than was calibrated on."""
+    rows = results(whole_files)
     curves: Curves = {}
-    for name, points in NEXT_TO_OTHERS.items():
-        found = ((rows[row], label) for row, label in points.items())
-        curves[name] = [(row["bytes_a_weight"], 100 * math.expm1(row["gap"]), label) for row, label in found]
-    programs = {name for name in curves if not name.startswith("hasslefree")}
-    plots.next_to_others(curves, programs, "SmolLM2-135M-Instruct: lower left is better", plot)
+    for name, points in WHOLE_FILES.items():
+        found = ((rows[row], label) for row, label in points.items() if row in rows)
+        curves[name] = [(row["file_bytes"] / 1e6, 100 * math.expm1(row["unseen"]), label) for row, label in found]
+    programs = {name for name in curves if name != "hasslefree"}
+    plots.whole_files(curves, programs, f"{MODEL} at equal file sizes", plot)
 
 
 def draw_by_seconds(plot: Path, two_four: Path = RESULTS / "two_four.json") -> None:

@@ -132,30 +132,26 @@ def frontier(curves: dict[str, list[tuple[float, float, str]]], programs: set[st
     save(figure, path)
 
 
-def next_to_others(
+def whole_files(
     curves: dict[str, list[tuple[float, float, str]]], programs: set[str], title: str, path: Path
 ) -> None:
-    """The increase of the perplexity against the bytes of a weight, in letters that a phone can show.
+    """The increase of the perplexity against the size of the file, in letters that a phone can show.
 
     Args:
-        curves: for each program or setting, the bytes, the increase in per cent, and the label of its points.
+        curves: for each program, the megabytes, the increase in per cent, and the label of its points.
         programs: curves of other programs, whose points are not joined.
     """
     figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    markers = iter("*^v")
     for name, points in curves.items():
-        colour, line = ("black", next(markers)) if name in programs else ("C0", "o-" if len(points) > 1 else "s")
+        colour, line = ("black", "v") if name in programs else ("C0", "o-")
         axes.plot([x for x, _, _ in points], [y for _, y, _ in points], line, color=colour, markersize=8, label=name)
         for x, y, label in points:
-            place = (8, -4) if name in programs else (0, -17)  # beside a single point, and below a line
-            align = "left" if name in programs else "center"
-            axes.annotate(label, (x, y), place, textcoords="offset points", fontsize=11, color=colour, ha=align)
-    axes.set_xlabel("bytes per weight (dense: 2)", fontsize=12)
-    axes.set_ylabel("perplexity increase, %", fontsize=12)
+            axes.annotate(label, (x, y), (7, 5), textcoords="offset points", fontsize=10, color=colour)
+    axes.set_xlabel("whole file, MB", fontsize=12)
+    axes.set_ylabel("perplexity increase on unseen kinds of text, %", fontsize=10)
     axes.set_title(title, fontsize=12)
     axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
     axes.margins(x=0.19)
-    axes.locator_params("x", nbins=6)
     axes.tick_params(labelsize=11)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=11)

@@ -56,6 +56,27 @@ def test_a_summary_by_hand():
     assert "\x1b" not in page
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (20.0, 20.3, "which loses less than the calibration text"),
+        (20.0, 22.2, ""),
+        (20.0, 24.0, "which loses more than the calibration text: so may other kinds"),
+        (None, 24.0, "which loses less"),
+    ],
+)
+def test_a_verdict_on_code_says_where_it_differs_by_more_than_half(before, after, said):
+    """By hand: the calibration text loses ln 1.1 = .095, and code .015, .104 and .182."""
+    layer = LayerRecord("a.q", LayerSpec("2:4", (4, 8), 2, 16), 0.1, 0.1, 1.0, bytes=500, dense_bytes=1000)
+    held_out = {"dense": 20.0, "compressed": 22.0, "segments": 8}
+    report = Record("m", {}, "", {}, "cpu", "float32", 512, 8, 1.0, (layer,), held_out=held_out)
+    report = dataclasses.replace(report, held_out_code={"dense": before, "compressed": after, "segments": 8})
+    verdict = report.verdict()
+    assert said in verdict["on code"]
+    assert ("loses" in verdict["on code"]) == bool(said)
+    assert "other kinds may lose more" not in verdict["perplexity"]
+
+
 def test_a_method_may_come_upon_nan_on_its_way():
     """A run is not lost for it, and JSON, which has no NaN, does not hold it."""
     weight = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))

@@ -38,7 +38,7 @@ def compressed(folder, changes=None, **recipe):
             if parameter.ndim == 1:
                 parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
     dense = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    fields = {"method": "joint-grid", "effort": "fast", "rank": 2, "group_size": 32} | recipe
+    fields = {"method": "joint-grid", "effort": "fast", "rank": 2, "group_size": 32, "scale_bits": 16} | recipe
     hasslefree.compress(model, folder, Recipe(**fields), segments=segments())
     return dense
 

@@ -14,7 +14,7 @@ from hasslefree.errors import ModelError, RecipeError
 from hasslefree.packed.embedding import PackedEmbedding, TiedHead
 from tests.tiny_models import NO_TOKENIZER, build, gram_of, logits, segments, tensors_of
 
-FAST = {"bits": 4, "rank": 0, "embedding_bits": 4, "effort": "fast"}
+FAST = {"bits": 4, "rank": 0, "embedding_bits": 4, "effort": "fast", "scale_bits": 16}
 tied_or_not = pytest.mark.parametrize("tied", [True, False])
 
 

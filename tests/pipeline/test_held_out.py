@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hasslefree
 from hasslefree import Recipe
@@ -216,7 +216,13 @@ def test_text_that_the_model_writes_is_held_out_too(recipe, read, tmp_path):
     )
     assert 1 < report.held_out["dense"] < report.held_out["compressed"]
     assert "held-out tokens that the model wrote itself" in report.summary()
-    assert len(read[0]) == HELD_OUT_SEGMENTS
+    assert len(read[0]) == 2 * HELD_OUT_SEGMENTS
+    code = AutoTokenizer.from_pretrained(MODEL).decode(read[0][HELD_OUT_SEGMENTS:].flatten())
+    assert "self." in code
+    assert report.held_out_code["segments"] == HELD_OUT_SEGMENTS
+    model = AutoModelForCausalLM.from_pretrained(MODEL)
+    expected = transformers_perplexity(model, read[0][HELD_OUT_SEGMENTS:])
+    assert report.held_out_code["dense"] == pytest.approx(expected, rel=1e-5)
 
 
 def too_short(recipe):

@@ -18,7 +18,7 @@ from hasslefree.recipe.engines import block_of
 from tests.tiny_models import build, segments
 
 # Every default, within a size and without one.
-RECIPES = [{}, {"size": "5bits"}, {"bits": 4, "rank": 8}, {"pattern": "2:4", "rank": 8}]
+RECIPES = [{"scale_bits": 16}, {"size": "6bits"}, {"bits": 4, "rank": 8}, {"pattern": "2:4", "rank": 8}]
 
 
 def with_thin_layers(shape=(4, 4)):
@@ -106,7 +106,7 @@ def test_odd_inputs_get_a_group_that_divides_them(size, tmp_path):
     """90 inputs in groups of 64 are none: the largest divisor from 16 to 64 is 45; 96 inputs have 48."""
     odd = {"hidden_size": 90, "intermediate_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3}
     model = build("llama", **odd)
-    fields = {"size": size} if size else {"bits": 4, "rank": 0}
+    fields = {"scale_bits": 16} | ({"size": size} if size else {"bits": 4, "rank": 0})
     dense, plan = layers_of(model, **fields)
     assert not dense
     assert {layer.shape[1]: layer.grid.group for layer in plan.values()} == {90: 45, 96: 48}

@@ -338,7 +338,7 @@ def test_an_engine_chooses_a_grid_that_it_holds(engine):
         narrower = dataclasses.replace(recipe, group_size=32, symmetric=True).resolve(with_text=False).solver.grid
         assert (narrower.group, narrower.symmetric, narrower.bits) == (32, True, 4)
     grid = Recipe(method="joint-grid", rank=2, engine=engine).resolve(with_text=False).solver.grid
-    assert (grid.group, grid.offset) == (32 if engine == "llama.cpp" else 64, engine != "vllm")
+    assert (grid.group, grid.offset) == (32 if engine in ("llama.cpp", "transformers") else 64, engine != "vllm")
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,13 @@
 """A plan that is not uniform: the sensitivity of each layer decides its share of one budget."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from hasslefree.allocate.ends import EndProbe
 from hasslefree.allocate.ladders import Ladder, greedy_allocate
-from hasslefree.allocate.options import Options, budget_options, grid_options
+from hasslefree.allocate.options import LayerChoice, Options, budget_options, grid_options
 from hasslefree.allocate.sensitivity import ProbedLayer, sensitivities
 from hasslefree.distributed import World
 from hasslefree.models.walk import Walk
@@ -16,23 +16,16 @@ from hasslefree.recipe.resolve import Resolved
 
 
 @dataclass(frozen=True)
-class LayerChoice:
-    """The options of a layer, and what it loses at most.
+class Choices:
+    """The choice of each matrix, as a `Plan` has plans."""
 
-    Args:
-        sensitivity: in nats per token.
-    """
+    blocks: Sequence[Mapping[str, LayerChoice]] = ()
+    ends: Mapping[str, LayerChoice] = field(default_factory=dict)
 
-    options: Options
-    sensitivity: float
-
-    def loss(self, plan: LayerPlan) -> float:
-        """What the layer is estimated to lose with a plan, in nats per token."""
-        return self.sensitivity * self.options.loss(plan)
-
-
-# For every block: the name of a layer in it → its choice.
-Choices = Sequence[Mapping[str, LayerChoice]]
+    @property
+    def parts(self) -> list[Mapping[str, LayerChoice]]:
+        """Those of the ends, and of each block."""
+        return [self.ends, *self.blocks]
 
 
 @dataclass(frozen=True)
@@ -44,18 +37,21 @@ class Allocation:
             measured.
         output_weights: of layers whose S is not on a grid, by their full names; see
             `ProbedLayer.output_weights`.
+        look_ups: for an embedding that is the head too, by its name: what is added to the diagonal
+            of the head's H (`allocate.ends`).
         choices: empty if there were none.
     """
 
     plan: Plan
     sensitivities: dict[str, float] | None = None
     output_weights: Mapping[str, Tensor] = field(default_factory=dict)
-    choices: Choices = ()
+    look_ups: Mapping[str, float] = field(default_factory=dict)
+    choices: Choices = field(default_factory=Choices)
 
     def divergence(self, plan: Plan) -> float:
         """The estimated divergence of predictions with a plan, summed over layers, in nats."""
         total = 0.0
-        for choices, plans in zip(self.choices, plan.blocks, strict=True):
+        for choices, plans in zip(self.choices.parts, plan.parts, strict=True):
             for name, choice in choices.items():
                 total += choice.loss(plans[name])
         return total
@@ -95,28 +91,29 @@ def by_sensitivity(
 
     Args:
         plan: the uniform one.
-        room: bytes for all layers, at least those of the plan.
+        room: bytes for all matrices, at least those of the plan.
         segments: those of this process, (samples, tokens).
     """
     inspection = Inspection(resolved)
-    measured = sensitivities(walk, plan, segments, world, inspection, resolved.seed)
-    choices: list[dict[str, LayerChoice]] = []
+    ends = EndProbe(walk, plan.ends, world, segments.shape[1])
+    measured = sensitivities(walk, plan, segments, world, inspection, resolved.seed, ends)
+    blocks: list[dict[str, LayerChoice]] = []
     by_name: dict[str, float] = {}
     for index, layers in enumerate(measured):
-        choices.append({})
+        blocks.append({})
         for name, (options, sensitivity) in layers.items():
-            choices[index][name] = LayerChoice(options, sensitivity)
+            blocks[index][name] = LayerChoice(options, sensitivity)
             by_name[f"{walk.blocks.prefix(index)}.{name}"] = sensitivity
-    room -= sum(end.size for end in plan.ends.values())
-    dealt = dataclasses.replace(plan, blocks=allocated(choices, room).blocks)
-    return Allocation(dealt, by_name, inspection.output_weights, choices)
+    choices = Choices(blocks, ends.choices(resolved))
+    dealt = allocated(choices, room)
+    return Allocation(dealt, by_name, inspection.output_weights, ends.look_ups, choices)
 
 
 def allocated(choices: Choices, room: int) -> Plan:
     """The plan that loses least within a number of bytes."""
     ladders: dict[tuple[int, str, str], Ladder] = {}
-    for index, layers in enumerate(choices):
-        for name, choice in layers.items():
+    for index, matrices in enumerate(choices.parts):
+        for name, choice in matrices.items():
             for axis, ladder in choice.options.ladders.items():
                 ladders[index, name, axis] = ladder.scaled(choice.sensitivity)
     bottom = plan_after(choices, dict.fromkeys(ladders, 0))
@@ -125,11 +122,11 @@ def allocated(choices: Choices, room: int) -> Plan:
 
 
 def plan_after(choices: Choices, steps: Mapping[tuple[int, str, str], int]) -> Plan:
-    """The plan after a number of steps. steps: by block, layer and ladder."""
-    blocks: list[dict[str, LayerPlan]] = []
-    for index, layers in enumerate(choices):
-        blocks.append({})
-        for name, choice in layers.items():
+    """The plan after a number of steps. steps: by part, matrix and ladder."""
+    parts: list[dict[str, LayerPlan]] = []
+    for index, matrices in enumerate(choices.parts):
+        parts.append({})
+        for name, choice in matrices.items():
             taken = {axis: steps[index, name, axis] for axis in choice.options.ladders}
-            blocks[index][name] = choice.options.plan(taken)
-    return Plan(blocks)
+            parts[index][name] = choice.options.plan(taken)
+    return Plan(parts[1:], parts[0])

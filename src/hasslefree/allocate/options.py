@@ -46,6 +46,22 @@ class Options(Protocol):
 
 
 @dataclass(frozen=True)
+class LayerChoice:
+    """The options of a matrix, and what it loses at most.
+
+    Args:
+        sensitivity: in nats per token.
+    """
+
+    options: Options
+    sensitivity: float
+
+    def loss(self, plan: LayerPlan) -> float:
+        """What the matrix is estimated to lose with a plan, in nats per token."""
+        return self.sensitivity * self.options.loss(plan)
+
+
+@dataclass(frozen=True)
 class BudgetOptions:
     """Ranks around the uniform one, and non-zeros if the pattern counts them.
 
@@ -145,10 +161,10 @@ def _rank_bounds(plan: LayerPlan) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class GridOptions:
-    """Bits and ranks: those that are the best for some price of a byte.
+    """Bits and ranks.
 
     Args:
-        plans: by rising bytes.
+        plans: by rising bytes, for the ladder.
         losses: by grid, the loss at each rank, (ranks,) float64.
     """
 
@@ -170,6 +186,11 @@ class GridOptions:
         """The share of its sensitivity that the layer loses with a plan."""
         assert plan.grid is not None
         return float(self.losses[plan.grid][plan.rank])
+
+    def best(self) -> "GridOptions":
+        """Those that are the best for some price of a byte."""
+        corners = hull([(plan.size, self.loss(plan)) for plan in self.plans])
+        return GridOptions([self.plans[index] for index in corners], self.losses)
 
 
 def grid_options(
@@ -216,10 +237,7 @@ def grid_options(
                 candidate = dataclasses.replace(plan, grid=grid, rank=rank, factor_bits=bits)
                 if candidate.size <= candidate.dense_size:
                     plans.append(candidate)
-    options = GridOptions(plans, losses)
-    corners = hull([(candidate.size, options.loss(candidate)) for candidate in plans])
-    best = [plans[index] for index in corners]
-    return GridOptions(best, losses), most * sum(rates) / len(rates)
+    return GridOptions(plans, losses).best(), most * sum(rates) / len(rates)
 
 
 def _ranks(plan: LayerPlan, rank: int | None) -> list[int]:

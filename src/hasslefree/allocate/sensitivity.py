@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -85,8 +85,31 @@ class BackwardVisit:
     tokens: int
 
 
+class Ends(Protocol):
+    """Watches the probes at both ends of the model."""
+
+    def at_head(
+        self,
+        segment: Tensor,
+        states: Tensor,
+        logits: Tensor,
+    ) -> None:
+        """See a segment (tokens,), the outputs of the last block and the logits, of each segment
+        that counts.
+        """
+
+    def at_embedding(self, segments: Tensor, gradients: Activations) -> None:
+        """See the gradients with respect to the inputs of the first block."""
+
+
 def sensitivities(
-    walk: Walk, plan: Plan, segments: Tensor, world: World, inspect: "Inspect[T]", seed: int = 0
+    walk: Walk,
+    plan: Plan,
+    segments: Tensor,
+    world: World,
+    inspect: "Inspect[T]",
+    seed: int = 0,
+    ends: Ends | None = None,
 ) -> list[dict[str, tuple[T, float]]]:
     """For each block, by the name of each planned layer: what `inspect` returns, a result and a
     sensitivity.
@@ -99,7 +122,7 @@ def sensitivities(
     segments: of this process. seed: of the labels.
     """
     measured: list[dict[str, tuple[T, float]]] = [{} for _ in plan.blocks]
-    visits = backwards(walk, segments, world, seed)
+    visits = backwards(walk, segments, world, seed, ends)
     for backward in walk.phases.counted(ALLOCATION, visits, len(plan.blocks), "blocks"):
         index = backward.visit.index
         measured[index] = block_sensitivities(backward, plan.blocks[index], world, inspect)
@@ -111,6 +134,7 @@ def backwards(
     segments: Tensor,
     world: World,
     seed: int,
+    ends: Ends | None,
 ) -> Iterator[BackwardVisit]:
     """The blocks from the last to the first; arguments and errors as for `sensitivities`."""
     total = round(world.total(len(segments), segments.device))
@@ -123,9 +147,12 @@ def backwards(
         for _ in walk.visits(hidden):
             entering.append(hidden.copy())
             phase.advance()
-        gradients = gradients_of_labels(walk, segments, hidden, world, seed)
+        watched = ends if count else None
+        gradients = gradients_of_labels(walk, segments, hidden, world, seed, watched)
     for visit in walk.backwards():
         yield BackwardVisit(visit, entering.pop(), gradients, count * segments.shape[1])
+    if watched is not None:
+        watched.at_embedding(segments, gradients)
 
 
 def check_predictions(
@@ -150,7 +177,7 @@ def check_predictions(
 
 
 def gradients_of_labels(
-    walk: Walk, segments: Tensor, states: Activations, world: World, seed: int
+    walk: Walk, segments: Tensor, states: Activations, world: World, seed: int, ends: Ends | None
 ) -> Activations:
     """The gradient of log p(label), summed over tokens, with respect to what leaves the last
     block.
@@ -162,6 +189,8 @@ def gradients_of_labels(
             generator = torch.Generator().manual_seed((seed + SPREAD * position) % 2**63)
             leaf = states[index].requires_grad_()
             logits = logits_of(walk.model, walk.blocks, walk.calls, segment, leaf)
+            if ends is not None:
+                ends.at_head(segment, leaf.detach(), logits)
             labels = sample_labels(logits.detach(), generator)
             loss = F.cross_entropy(logits.to(working_dtype(logits)), labels, reduction="sum")
             [gradient] = torch.autograd.grad(loss, leaf)

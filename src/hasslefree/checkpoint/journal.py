@@ -45,13 +45,14 @@ class Progress:
         parts: the first one holds what is outside the blocks, each of the others a block.
         identity: everything that the result depends on, as JSON.
         predictions: the record of prediction matching, once all blocks have the matched values.
-        held_out: what was measured after it.
+        held_out, held_out_code: what was measured after it.
     """
 
     parts: list[FinishedPart]
     identity: dict[str, Any] | None = None
     predictions: PredictionRecord | None = None
     held_out: HeldOutRecord | None = None
+    held_out_code: HeldOutRecord | None = None
 
     @property
     def blocks(self) -> list[FinishedPart]:

@@ -16,12 +16,13 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from hasslefree.core.protocols import Decomposition
-from hasslefree.errors import CheckpointError
+from hasslefree.errors import CheckpointError, option
 from hasslefree.escaping import escaped
 from hasslefree.files import read_json
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.progress import PhaseTime
 from hasslefree.recipe.recipe import Recipe
+from hasslefree.texts.shares import MIXED
 from hasslefree.units import duration, size
 from hasslefree.validation import Count, Figure, InvalidError, validated
 
@@ -29,6 +30,10 @@ from hasslefree.validation import Count, Figure, InvalidError, validated
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 # The layers that a verdict names.
 LOST_MOST = 3
+# Two increases of log perplexity differ if by more than this share of the smaller one, and by more
+# than chance on a few thousand tokens.
+MUCH = 0.5
+LITTLE = 0.005
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,14 @@ class HeldOutRecord(TypedDict):
 
 
 @dataclass(frozen=True)
+class HeldOut:
+    """What was held out: more of the calibration's text, and code. None for what was not."""
+
+    text: HeldOutRecord | None = None
+    code: HeldOutRecord | None = None
+
+
+@dataclass(frozen=True)
 class Record:
     """A whole compression.
 
@@ -125,7 +138,7 @@ class Record:
         seqlen: as resolved for the model. tokens: of the calibration text. first_tokens: the ids
             with which all its segments begin, as the tokenizer begins a text. texts: the tokens of
             each text in it. left_out: why, by the names of the texts that could not be read.
-        predictions: what prediction matching did; None without it. held_out: None if no perplexity
+        predictions: what prediction matching did; None without it. held_out, held_out_code: None if no perplexity
             was measured.
         sensitivities: by the name of each layer, the estimated divergence of the model's
             predictions, in nats per token, when that layer alone is pruned, or rounded to the
@@ -151,6 +164,7 @@ class Record:
     layers: tuple[LayerRecord, ...]
     predictions: PredictionRecord | None = None
     held_out: HeldOutRecord | None = None
+    held_out_code: HeldOutRecord | None = None
     sensitivities: dict[str, Figure] | None = None
     dense: tuple[str, ...] = ()
     towers: tuple[str, ...] = ()
@@ -196,6 +210,8 @@ class Record:
             "compressed layers": shrunk(self.dense_bytes, self.stored_bytes),
             "perplexity": perplexities(self),
         }
+        if self.held_out_code:
+            rows["on code"] = perplexity_of_code(self, self.held_out_code)
         worst = sorted(self.layers, key=lambda layer: -layer.relative_error)[:LOST_MOST]
         lost = [
             f"{100 * layer.relative_error:.2g} % of the output of {layer.name}" for layer in worst
@@ -288,20 +304,57 @@ def perplexities(report: Record) -> str:
             return "not measured (the calibration tokens were given from Python)"
         off = report.recipe.get("check") is False
         return f"not measured ({'switched off' if off else 'too little text, or no output head'})"
-    before, after, segments = (
-        report.held_out[name] for name in ("dense", "compressed", "segments")
-    )
-    values = " → ".join(
-        "not finite" if value is None else f"{value:.2f}" for value in (before, after)
-    )
-    rise = f" ({100 * (after / before - 1):+.1f} %)" if before and after else ""
     source = (
         "that the model wrote itself"
         if report.recipe.get("calibration") == "self"
         else "of the calibration text"
     )
-    tokens = f"on {segments} × {report.seqlen} held-out tokens {source};"
-    return f"{values}{rise}\n{tokens}\ntext of other kinds may lose more"
+    measured = f"{rise(report.held_out)}\n{tokens_of(report, report.held_out)} {source}"
+    if report.held_out_code:
+        return measured
+    return f"{measured};\ntext of other kinds may lose more"
+
+
+def perplexity_of_code(report: Record, code: HeldOutRecord) -> str:
+    """Before and after, and whether code loses much more or less than the calibration's text."""
+    measured = f"{rise(code)}\n{tokens_of(report, code)} of Python's library"
+    if report.held_out is None:
+        return measured
+    on_text = increase(report.held_out)
+    on_code = increase(code)
+    least = min(abs(on_text), abs(on_code))
+    if abs(on_code - on_text) <= max(LITTLE, MUCH * least):
+        return measured
+    if on_code < on_text:
+        return f"{measured},\nwhich loses less than the calibration text"
+    return (
+        f"{measured},\nwhich loses more than the calibration text: so may other kinds, and"
+        f"\n{option('calibration', MIXED)} has several of them"
+    )
+
+
+def rise(measured: HeldOutRecord) -> str:
+    """Both perplexities, in words."""
+    before = measured["dense"]
+    after = measured["compressed"]
+    shown = ["not finite" if value is None else f"{value:.2f}" for value in (before, after)]
+    values = " → ".join(shown)
+    if before and after:
+        return f"{values} ({100 * (after / before - 1):+.1f} %)"
+    return values
+
+
+def tokens_of(report: Record, measured: HeldOutRecord) -> str:
+    return f"on {measured['segments']} × {report.seqlen} held-out tokens"
+
+
+def increase(measured: HeldOutRecord) -> float:
+    """Of the logarithm of the perplexity; 0 where one is not finite."""
+    before = measured["dense"]
+    after = measured["compressed"]
+    if before and after:
+        return math.log(after / before)
+    return 0.0
 
 
 def compress_command(

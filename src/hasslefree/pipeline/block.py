@@ -39,7 +39,6 @@ from hasslefree.pipeline.job import Job
 from hasslefree.pipeline.layers import Done, Task, compress_groups
 from hasslefree.pipeline.preflight import block_tensors, outside_tensors
 from hasslefree.planning.machine import in_one_pass, room_for_sums
-from hasslefree.planning.plan import LayerPlan
 from hasslefree.progress import INPUTS, RESUMED, SOLVING, Phase
 from hasslefree.train.reference import Reference
 
@@ -73,7 +72,7 @@ def compress_blocks(
         walk.phases.phase(INPUTS, layers, "layers") as collecting,
         walk.phases.phase(SOLVING, layers, "layers", running=False) as solving,
     ):
-        write_outside(job, allocation.plan.ends, reference, writing, solving)
+        write_outside(job, allocation, reference, writing, solving)
         collecting.skip(len(allocation.plan.ends))
         with walk.outside():
             hidden = walk.entering(job.local_segments)
@@ -142,7 +141,7 @@ def check_time(job: Job, needed: float) -> None:
 
 def write_outside(
     job: Job,
-    plans: Mapping[str, LayerPlan],
+    allocation: Allocation,
     reference: Reference | None,
     writing: Phase,
     solving: Phase,
@@ -150,8 +149,7 @@ def write_outside(
     """Compress embedding and head, and write what is outside the blocks, if nothing is written yet.
 
     Args:
-        plans: of embedding and head, by name.
-        reference: as for `compress_ends`.
+        allocation, reference: as for `compress_ends`.
         writing, solving: the phases that count files and layers.
     """
     work = job.work
@@ -161,7 +159,7 @@ def write_outside(
         for layer in work.progress.parts[0].layers:
             solving.skip(1, layer)
         return
-    done = compress_ends(job, plans, reference, solving)
+    done = compress_ends(job, allocation, reference, solving)
     if job.world.writes:
         with walk.outside():
             tensors = outside_tensors(walk.model, walk.blocks)

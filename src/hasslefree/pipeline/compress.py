@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hasslefree.allocate.allocation import Allocation, by_sensitivity
+from hasslefree.allocate.allocation import Allocation, Choices, by_sensitivity
 from hasslefree.allocate.owl import by_outliers
 from hasslefree.bar import with_bar
 from hasslefree.checkpoint.entries import checksum
@@ -322,7 +322,7 @@ def allocate(job: Job) -> Allocation:
     if resolved.allocate == "owl":
         return by_outliers(job.walk, plan, resolved, segments, job.world)
     allocation = by_sensitivity(job.walk, plan, resolved, job.planned.room, segments, job.world)
-    return dataclasses.replace(allocation, choices=())  # other processes need none
+    return dataclasses.replace(allocation, choices=Choices())  # other processes need none
 
 
 def identity_of(

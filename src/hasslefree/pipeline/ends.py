@@ -2,7 +2,8 @@
 in the compressed model.
 
 The inputs of the head are those of the dense model. An embedding that is not tied has no inputs to
-weight its errors: H = I.
+weight its errors: H = I. One that is tied counts as the head and, if its look-ups were measured, by
+them too (`allocate.ends`).
 """
 
 import time
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hasslefree.allocate.allocation import Allocation
+from hasslefree.allocate.ends import with_look_ups
 from hasslefree.checkpoint.plugin import empty_end
 from hasslefree.checkpoint.record import LayerRecord
 from hasslefree.core.gram import Gram, relative, working_dtype
@@ -41,12 +44,11 @@ from hasslefree.train.reference import Reference
 
 
 def compress_ends(
-    job: Job, plans: Mapping[str, LayerPlan], reference: Reference | None, solving: Phase
+    job: Job, allocation: Allocation, reference: Reference | None, solving: Phase
 ) -> dict[str, Done]:
     """Compress the embedding and the head; each process solves its share.
 
     Args:
-        plans: by the names of the ends.
         reference: outputs of the last block of the dense model; None if the text is to run through
             the dense model for them.
         solving: the phase that counts layers.
@@ -54,12 +56,15 @@ def compress_ends(
     Returns:
         The compressed layers by name, the same in all processes.
     """
+    plans = allocation.plan.ends
     ends = [end for end in job.walk.blocks.ends if end.name in plans]
     head = next((end.head for end in ends if end.head is not None), None)
     of_head = None if head is None else head_gram(job, head, reference)
     done: dict[str, Done] = {}
     for index, end in enumerate(ends):
-        gram = Gram.identity(end.shape[1]) if end.head is None or of_head is None else of_head
+        gram = Gram.identity(end.shape[1])
+        if end.head is not None and of_head is not None:
+            gram = with_look_ups(of_head, allocation.look_ups.get(end.name, 0.0))
         owner = index % job.world.size
         solved = None
         with solving.running():

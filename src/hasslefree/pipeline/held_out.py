@@ -1,5 +1,5 @@
 """The perplexity of the dense and of the compressed model on text that neither calibration nor
-training has read.
+training has read: more of the calibration's, and code, which every machine has.
 """
 
 import logging
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hasslefree.checkpoint.record import HeldOutRecord
+from hasslefree.checkpoint.record import HeldOut, HeldOutRecord
 from hasslefree.distributed import ALONE
-from hasslefree.errors import ModelError
+from hasslefree.errors import HasslefreeError, ModelError
 from hasslefree.models.activations import Activations
 from hasslefree.models.calibrate import run_block
 from hasslefree.models.precision import computing
@@ -20,24 +20,32 @@ from hasslefree.models.probe import logits_of
 from hasslefree.models.walk import Visit, Walk
 from hasslefree.pipeline.inputs import check_segments
 from hasslefree.pipeline.job import Job
-from hasslefree.pipeline.text import Texts, more_text
+from hasslefree.pipeline.text import Texts, another_part, more_text
 from hasslefree.planning.schedule import HELD_OUT_ROWS, segments_held_out
 from hasslefree.progress import CHECK
+from hasslefree.texts.python import PYTHON, library_documents
 
 logger = logging.getLogger(__name__)
+
+# Segments of code are drawn from so many times as many, so that they are of several modules.
+SPREAD = 8
 
 
 class Check:
     """Held-out text on its way through both models, in the walk that compresses: no block is read
     for it again.
 
-    Every process runs all segments, (samples, tokens), one at a time: the perplexities depend on
-    the weights alone.
+    Every process runs all segments, one at a time: the perplexities depend on the weights alone.
+
+    Args:
+        segments: those of the calibration's text, and then those of code, (samples, tokens).
+        of_code: the number of the latter.
     """
 
-    def __init__(self, walk: Walk, segments: Tensor):
+    def __init__(self, walk: Walk, segments: Tensor, of_code: int = 0):
         self.walk = walk
         self.segments = segments
+        self.of_code = of_code
         self.dense = walk.entering(segments)
         self.compressed = self.dense.copy()
 
@@ -61,8 +69,10 @@ class Check:
                 " it out"
             )
             return None
+        of_code = code_segments(job, texts, len(segments), seqlen)
+        segments = torch.cat([segments, of_code])
         check_segments(walk.model, segments, ALONE)
-        return cls(walk, segments.to(walk.weights.device))
+        return cls(walk, segments.to(walk.weights.device), len(of_code))
 
     def enter_again(self) -> None:
         """Let the text enter the compressed model through its embedding, if that is compressed."""
@@ -82,49 +92,62 @@ class Check:
         for block, call in zip(self.walk.blocks.modules, self.walk.calls, strict=True):
             run_block(block, call, self.compressed)
 
-    def measure(self) -> HeldOutRecord | None:
-        """Measure both perplexities, once the text has left the last block.
+    def measure(self) -> HeldOut:
+        """Measure all perplexities, once the text has left the last block.
 
         Returns:
-            None, with a warning, for a model without an output head.
+            Nothing, with a warning, for a model without an output head.
         """
         walk = self.walk
         try:
             with walk.outside(dense=True):
                 runs = walk.phases.counted(CHECK, (self.dense, self.compressed), 2, "models")
-                dense, compressed = [self.perplexity(run) for run in runs]
+                dense, compressed = [self.losses(run) for run in runs]
         except ModelError:
             logger.warning(
                 "no perplexity is measured: %s has no output head", type(walk.model).__name__
             )
-            return None
-        return HeldOutRecord(dense=dense, compressed=compressed, segments=len(self.segments))
+            return HeldOut()
+        of_text = len(self.segments) - self.of_code
+        measured = [self.record(dense[:of_text], compressed[:of_text])]
+        if self.of_code:
+            measured.append(self.record(dense[of_text:], compressed[of_text:]))
+        return HeldOut(*measured)
 
-    def perplexity(self, run: Activations) -> float | None:
-        """Compute exp of the mean negative log-likelihood of a token.
+    def record(
+        self,
+        dense: list[float],
+        compressed: list[float],
+    ) -> HeldOutRecord:
+        """The perplexities of some segments. dense, compressed: the `losses` of each model."""
+        predicted = len(dense) * (self.segments.shape[1] - 1)
+        return HeldOutRecord(
+            dense=perplexity(sum(dense) / predicted),
+            compressed=perplexity(sum(compressed) / predicted),
+            segments=len(dense),
+        )
+
+    def losses(self, run: Activations) -> list[float]:
+        """The negative log-likelihood of each segment, summed over its tokens but the first.
 
         Args:
             run: the outputs of the last block.
-
-        Returns:
-            None if it is not finite.
         """
         walk = self.walk
-        total = 0.0
+        totals: list[float] = []
         with (
             walk.outside(dense=run is self.dense),
             computing(walk.model, walk.outer(), unpack=False),
             torch.no_grad(),
         ):
             for index, segment in enumerate(self.segments):
+                total = 0.0
                 states = run[index]
                 for first in range(0, len(segment) - 1, HELD_OUT_ROWS):
                     rows = slice(first, first + HELD_OUT_ROWS)
                     total += self.loss(segment, states[:, rows], first)
-        predicted = self.segments.numel() - len(self.segments)
-        mean = torch.tensor(total / predicted, dtype=torch.float64)
-        perplexity = mean.exp()
-        return perplexity.item() if perplexity.isfinite() else None
+                totals.append(total)
+        return totals
 
     def loss(self, segment: Tensor, states: Tensor, first: int) -> float:
         """Sum the negative log-likelihoods of the tokens that follow some tokens of a segment.
@@ -138,3 +161,30 @@ class Check:
         tokens = segment[first : first + HELD_OUT_ROWS]
         logits = logits_of(walk.model, walk.blocks, walk.calls, tokens, states)[: len(labels)]
         return F.cross_entropy(logits.float(), labels, reduction="sum").item()
+
+
+def code_segments(
+    job: Job,
+    texts: Texts,
+    count: int,
+    seqlen: int,
+) -> Tensor:
+    """Segments of modules of Python's library, (count or fewer, seqlen) int64; none, with a
+    warning, where they cannot be had, and none if the run reads other modules.
+    """
+    nothing = torch.empty(0, seqlen, dtype=torch.int64)
+    if PYTHON in texts.shares:
+        return nothing
+    try:
+        documents = library_documents(held_out=True)
+        many = another_part(documents, job.tokenizer, job.resolved, SPREAD * count, seqlen, None)
+    except HasslefreeError as error:
+        logger.warning("no perplexity is measured on code: %s", error)
+        return nothing
+    return many[:count]
+
+
+def perplexity(loss: float) -> float | None:
+    """exp of a mean negative log-likelihood; None if it is not finite."""
+    value = torch.tensor(loss, dtype=torch.float64).exp()
+    return value.item() if value.isfinite() else None

@@ -86,6 +86,7 @@ def recorded(
         layers=tuple(layers),
         predictions=progress.predictions,
         held_out=progress.held_out,
+        held_out_code=progress.held_out_code,
         sensitivities=rounded,
         other_bytes=progress.bytes - sum(layer.bytes for layer in layers),
     )

@@ -81,7 +81,9 @@ def train_and_check(
         if check is not None:
             check.run_again()
     if check is not None:
-        job.work.progress.held_out = check.measure()
+        measured = check.measure()
+        job.work.progress.held_out = measured.text
+        job.work.progress.held_out_code = measured.code
     if predictions is not None:
         rewrite(job, predictions, writing)
 

@@ -133,7 +133,7 @@ def estimate(setup: Setup) -> Footprint:
     }
     # On CUDA, pinned memory comes in powers of two; writing takes a copy.
     read = 0 if loaded else max(blocks) * (1 if on_cpu else 2)
-    written = max(map(bytes_of, (setup.plan.ends, *setup.plan.blocks)))
+    written = max(map(bytes_of, setup.plan.parts))
     ram = {
         LIBRARIES: 2 * LIBRARY_BYTES,
         "weights": 2 * max(outside, largest),

@@ -103,7 +103,12 @@ class Plan:
     @property
     def matrices(self) -> list[LayerPlan]:
         """The plans of the ends, and of all layers in the blocks."""
-        return [*self.ends.values(), *self.layers]
+        return layers_of(self.parts)
+
+    @property
+    def parts(self) -> list[dict[str, LayerPlan]]:
+        """The plans of the ends, and those of each block, by name."""
+        return [self.ends, *self.blocks]
 
     @property
     def size(self) -> int:
@@ -198,11 +203,17 @@ def plan_end(end: End, grid: Grid, resolved: Resolved) -> LayerPlan:
     return LayerPlan.of(end.shape, pattern, rank, end.dtype, fitted)
 
 
-def plan_ends(selection: Selection, resolved: Resolved) -> dict[str, LayerPlan]:
-    """The plans of the embedding and the head."""
+def plan_ends(selection: Selection, resolved: Resolved, grid: Grid | None) -> dict[str, LayerPlan]:
+    """The plans of the embedding and the head, on the grid whose bits are nearest to the layers'.
+
+    Args:
+        grid: of the layers; None if they have none.
+    """
+    bits = 0 if grid is None else grid.bits
     plans: dict[str, LayerPlan] = {}
     for name, end in selection.ends.items():
-        plans[name] = plan_end(end, resolved.end_grids[0], resolved)
+        nearest = min(resolved.end_grids, key=lambda allowed: abs(allowed.bits - bits))
+        plans[name] = plan_end(end, nearest, resolved)
     return plans
 
 
@@ -235,7 +246,7 @@ def make_plan(selection: Selection, resolved: Resolved) -> Plan:
         for name, matrix in matrices.items():
             blocks[index][name] = plan_layer(selection.blocks, index, matrix, resolved)
     check_factor_bits(resolved.factor_bits, max(layer.rank for layer in layers_of(blocks)))
-    return Plan(blocks, plan_ends(selection, resolved))
+    return Plan(blocks, plan_ends(selection, resolved, resolved.solver.grid))
 
 
 def plan_of(model: torch.nn.Module, selection: Selection, resolved: Resolved) -> Plan:
@@ -295,7 +306,7 @@ def uniform_plan(selection: Selection, resolved: Resolved, grid: Grid | None, ra
             most = min(matrix.shape)
             fitted = with_rank(resolved, rank if rank <= most else most // step * step)
             blocks[index][name] = plan_layer(selection.blocks, index, matrix, fitted)
-    return Plan(blocks, plan_ends(selection, resolved))
+    return Plan(blocks, plan_ends(selection, resolved, grid))
 
 
 def bytes_of(plans: Mapping[str, LayerPlan]) -> int:
@@ -348,7 +359,7 @@ def layer_room(model: torch.nn.Module, plan: Plan, resolved: Resolved) -> int:
 def digest(plan: Plan) -> str:
     """CRC-32 of every matrix's rank, non-zeros and grid."""
     layers = []
-    for plans in (plan.ends, *plan.blocks):
+    for plans in plan.parts:
         for name, layer in plans.items():
             grid = [str(layer.grid)] if layer.grid else []
             layers.append((name, layer.rank, layer.nonzeros, *grid))

@@ -88,10 +88,10 @@ class Setup:
 
     @property
     def checked_tokens(self) -> int:
-        """Held-out tokens, at most; every process runs all of them."""
+        """Held-out tokens, of text and of code, at most; every process runs all of them."""
         if not self.resolved.check:
             return 0
-        return segments_held_out(self.seqlen) * self.seqlen
+        return 2 * segments_held_out(self.seqlen) * self.seqlen
 
     @property
     def at_once(self) -> bool:

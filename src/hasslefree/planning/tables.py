@@ -14,7 +14,7 @@ from hasslefree.planning.advice import Advice
 from hasslefree.planning.duration import flops_by_phase
 from hasslefree.planning.machine import product_rate
 from hasslefree.planning.memory import footprint_here, states_bytes, total, verdict
-from hasslefree.planning.plan import ROOM, bytes_on_disk, select
+from hasslefree.planning.plan import ROOM, LayerPlan, bytes_on_disk, select
 from hasslefree.planning.setup import Setup
 from hasslefree.units import duration, size, span, table
 
@@ -50,10 +50,9 @@ def plan_summary(setup: Setup) -> dict[str, Any]:
 
 def layer_rows(setup: Setup) -> list[dict[str, Any]]:
     """A row for each kind of layer and plan, for JSON."""
-    plans_by_part = (setup.plan.ends, *setup.plan.blocks)
-    counts = Counter(
-        (name.rpartition(".")[2], layer) for plans in plans_by_part for name, layer in plans.items()
-    )
+    counts: Counter[tuple[str, LayerPlan]] = Counter()
+    for plans in setup.plan.parts:
+        counts.update((name.rpartition(".")[2], layer) for name, layer in plans.items())
     rows = []
     for (kind, layer), count in counts.items():
         rows.append(

@@ -153,7 +153,10 @@ def _llama_cpp_bits(kind: str) -> tuple[int, ...]:
 
 ENGINES = {
     "transformers": Engine(
-        {OFFSET: BITS, WHOLE_ZERO: BITS, SYMMETRIC: BITS}, (256, 128, 64, 32), multiples=True
+        {OFFSET: BITS, WHOLE_ZERO: BITS, SYMMETRIC: BITS},
+        (256, 128, 64, 32),
+        group=32,
+        multiples=True,
     ),
     "llama.cpp": Engine(
         {kind: _llama_cpp_bits(kind) for kind in (OFFSET, SYMMETRIC, WHOLE_ZERO)},

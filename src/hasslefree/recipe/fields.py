@@ -92,7 +92,8 @@ class Fields:
     """Bits of an entry of S: 2, 3, 4, 5, 6 or 8, for methods with a grid; bits that are given are
     those of every layer (default: 4, and by layer for a size)."""
     group_size: int | None = declared(None, GRID, ge=0)
-    """Consecutive inputs that share a scale; 0 for a whole row (default: 64; 32 for llama.cpp)."""
+    """Consecutive inputs that share a scale; 0 for a whole row (default: 32 with scales of few bits
+    and for llama.cpp, otherwise 64)."""
     symmetric: bool | None = declared(None, GRID, flags=("--symmetric/--asymmetric",))
     """A grid that is symmetric around zero, or one from the smallest to the largest entry (default:
     asymmetric).
@@ -103,12 +104,13 @@ class Fields:
     otherwise off)."""
     scale_bits: int | None = declared(None, GRID)
     """Bits of the scales and offsets: 3, 4, 5, 6 or 8, as multiples of a number of their row, so
-    that small groups take few bytes (default: 16-bit floats)."""
+    that small groups take few bytes; 16 for floats (default: 5 for joint-grid with pattern dense,
+    unless the engine needs floats; otherwise 16)."""
     factor_bits: int | None = declared(None, GRID)
     """8 to store both factors of L as int8 (default: the model's dtype)."""
     embedding_bits: int | None = declared(None, GRID)
-    """Bits of the input embedding and of the output head: 2, 3, 4, 5, 6 or 8; 4 are the fastest
-    (default: they stay dense; 5 for llama.cpp's own types)."""
+    """Bits of the input embedding and of the output head: 2, 3, 4, 5, 6 or 8 (default: chosen for a
+    size, if the layers are on a grid; otherwise they stay dense)."""
     calibration: Annotated[str | tuple[str, ...], BeforeValidator(as_texts)] = declared("c4", TEXT)
     """Text on which the layers are fitted: c4, wikitext2, ptb, wikipedia, code, chat, languages, a
     .txt or .jsonl file, python for Python's standard library, or self for text that the model

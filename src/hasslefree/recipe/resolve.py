@@ -35,8 +35,6 @@ OURS = ("joint", "joint-grid")
 QUANTISING = ", ".join(name for name, method in METHODS.items() if method.grid)
 # The size to reach if no field says what to compress to, or how.
 DEFAULT_SIZE = "5.2bits"
-# Bits of the type of embedding and head in files for llama.cpp.
-TYPE_OF_ENDS = 5
 SIZING = (
     "size",
     "pattern",
@@ -48,6 +46,11 @@ SIZING = (
     "pruner",
     "low_rank",
 )
+# The grid of joint-grid if S keeps every entry, where the engine holds small scales.
+SMALL_GROUP = 32
+SMALL_SCALES = 5
+# Scales of so many bits are floats.
+FLOAT_BITS = 16
 # Fields that ask for a grid, and those of a method.
 GRIDS = ("size", "engine", "bits", "group_size", "symmetric", "offset", "scale_bits")
 METHOD_FIELDS = (
@@ -111,10 +114,16 @@ class Resolved(Fields):
 
     @property
     def end_grids(self) -> tuple[Grid, ...]:
-        """The grids that embedding and head may get; empty if they stay dense."""
-        if self.embedding_bits is None:
+        """The grids that embedding and head may get, by rising bits; empty if they stay dense."""
+        if self.embedding_bits is not None:
+            return (end_grid(self, self.solver.grid, self.embedding_bits),)
+        if self.size is None or self.solver.grid is None:
             return ()
-        return (end_grid(self, self.solver.grid, self.embedding_bits),)
+        grids = [end_grid(self, self.solver.grid, bits) for bits in BITS]
+        if self.engine is None:
+            return tuple(grids)
+        engine = ENGINES[self.engine]
+        return tuple(grid for grid in grids if engine.embeddings and engine.holds(grid))
 
     @property
     def fixed_rank(self) -> int | None:
@@ -235,7 +244,18 @@ def method_defaults(recipe: Fields) -> dict[str, Any]:
     defaults: dict[str, Any] = {"rounds": GRID_ROUNDS}
     if recipe.pattern == "dense" and not recipe.symmetric:
         defaults["offset"] = True
+    if recipe.pattern == "dense" and has_small_scales(recipe):
+        defaults["scale_bits"] = SMALL_SCALES
     return defaults
+
+
+def has_small_scales(recipe: Fields) -> bool:
+    """Say whether scales have few bits by default: there are several in a row, and the engine holds
+    such scales.
+    """
+    if recipe.group_size == 0:
+        return False
+    return recipe.engine is None or ENGINES[recipe.engine].multiples
 
 
 def engine_defaults(recipe: Fields) -> dict[str, Any]:
@@ -243,8 +263,7 @@ def engine_defaults(recipe: Fields) -> dict[str, Any]:
     if recipe.engine is None or not has_grid(recipe):
         return {}
     if takes_types(recipe):
-        # The type decides on offsets.
-        return {"rank": 0, "offset": None, "embedding_bits": TYPE_OF_ENDS}
+        return {"rank": 0, "offset": None}  # the type decides on offsets
     grid = grid_for(recipe.engine, recipe.bits, recipe.group_size, recipe.symmetric, recipe.offset)
     if grid is None:
         return {}
@@ -319,6 +338,10 @@ def movable(recipe: Fields) -> bool:
 def build_solver(recipe: Fields) -> Method:
     """Build the method with the hyper-parameters and parts that the recipe names."""
     parts = {name: getattr(recipe, name) for name in METHOD_FIELDS}
+    if recipe.scale_bits == FLOAT_BITS:
+        parts["scale_bits"] = None
+    elif recipe.scale_bits and recipe.group_size is None:
+        parts["group_size"] = SMALL_GROUP
     return build_method(recipe.method or "joint", **parts)
 
 

@@ -1,0 +1,205 @@
+"""What embedding and head lose on each grid, in nats per token, measured with the probes.
+
+Both are rounded to the nearest values of one grid, with errors E. A rounded head changes the
+logits, and so the predictions, whose divergence is measured. A rounded embedding moves what enters
+the first block by Δ_t, and to second order the divergence is ½ · mean over tokens of (g_tᵀ Δ_t)²
+(`allocate.sensitivity`). Divided by tr(E H Eᵀ) and by ‖E‖², these two give a rate for the head and
+one for the embedding, at which other errors are counted. A matrix that is both thus loses
+
+    rate · tr(E (H + αI) Eᵀ),    α = rate of the embedding / rate of the head
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hasslefree.allocate.options import GridOptions, LayerChoice, reciprocal
+from hasslefree.allocate.sensitivity import TOKENS, probe_method
+from hasslefree.core.gram import Gram, working_dtype
+from hasslefree.core.grids import Grid
+from hasslefree.distributed import World
+from hasslefree.models.activations import Activations
+from hasslefree.models.calibrate import MomentSums, widest_dtype
+from hasslefree.models.calls import hooks
+from hasslefree.models.ends import End
+from hasslefree.models.precision import as_multiplied
+from hasslefree.models.probe import logits_of
+from hasslefree.models.sites import find_site
+from hasslefree.models.walk import Walk, values_replaced
+from hasslefree.planning.plan import LayerPlan, plan_end
+from hasslefree.recipe.resolve import Resolved
+from hasslefree.solve.decompose import approximation
+
+# The bits to which both are rounded for the rates.
+ROUNDED_BITS = 4
+# Rows whose errors on a grid stand for those of all rows.
+ROWS = 2048
+
+
+@dataclass
+class EndProbe:
+    """Watches the probes at both ends of the dense model.
+
+    Args:
+        plans: by the name of the end.
+        seqlen: tokens of a segment.
+        look_ups: α by the name of a matrix that is both, once there are `choices`.
+    """
+
+    walk: Walk
+    plans: Mapping[str, LayerPlan]
+    world: World
+    seqlen: int
+    rounded: dict[str, Tensor] = field(default_factory=dict)
+    errors: dict[str, Tensor] = field(default_factory=dict)
+    tokens: int = 0
+    divergence_of_head: float = 0.0
+    divergence_of_embedding: float = 0.0
+    look_ups: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.inputs = MomentSums(self.seqlen)
+        with self.walk.outside():
+            for name, plan in self.plans.items():
+                weight = self.walk.model.get_parameter(f"{name}.weight").detach()
+                assert plan.grid is not None
+                grid = replace(plan.grid, bits=ROUNDED_BITS)
+                wide = weight.to(working_dtype(weight))
+                nearest = grid.scaling(wide).nearest(wide).to(weight.dtype)
+                self.rounded[name] = nearest
+                self.errors[name] = wide - nearest
+
+    @property
+    def ends(self) -> list[End]:
+        """The matrices that have a plan."""
+        return [end for end in self.walk.blocks.ends if end.name in self.plans]
+
+    @property
+    def head(self) -> End | None:
+        """The one that multiplies."""
+        return next((end for end in self.ends if end.head is not None), None)
+
+    @property
+    def embedding(self) -> End | None:
+        """The one whose rows are looked up."""
+        return next((end for end in self.ends if end.embedding is not None), None)
+
+    def at_head(
+        self,
+        segment: Tensor,
+        states: Tensor,
+        logits: Tensor,
+    ) -> None:
+        """Add a segment's divergence of the predictions of the rounded head.
+
+        Args:
+            segment: token ids (tokens,).
+            states: outputs of the last block, as `logits_of` takes them.
+            logits: the dense model's, (tokens, vocabulary).
+        """
+        self.tokens += len(segment)
+        head = self.head
+        if head is None or head.head is None:
+            return
+        walk = self.walk
+        values = {f"{head.name}.weight": self.rounded[head.name]}
+
+        def take(x: Tensor) -> None:
+            self.inputs.take(as_multiplied(x.reshape(-1, x.shape[-1])))
+
+        watching = hooks([find_site(walk.model, head.head).on_input(take)])
+        with torch.no_grad(), watching, values_replaced(walk.model, values):
+            changed = logits_of(walk.model, walk.blocks, walk.calls, segment, states)
+        for before, after in zip(logits.split(TOKENS), changed.split(TOKENS), strict=True):
+            self.divergence_of_head += divergence(before.detach(), after)
+
+    def at_embedding(self, segments: Tensor, gradients: Activations) -> None:
+        """Measure the divergence for the rounded embedding.
+
+        Args:
+            segments: token ids (samples, tokens); none in a process without probes.
+            gradients: of the labels' log-likelihood with respect to the inputs of the first block.
+        """
+        end = self.embedding
+        if end is None or not self.tokens:
+            return
+        values = {f"{end.name}.weight": self.rounded[end.name]}
+        before = self.walk.entering(segments)
+        after = replace(self.walk, rounded=values).entering(segments)
+        for index in range(len(segments)):
+            change = after[index] - before[index]
+            first_order = (change * gradients[index]).sum(-1, dtype=widest_dtype(change.device))
+            self.divergence_of_embedding += 0.5 * first_order.square().sum().item()
+
+    def choices(self, resolved: Resolved) -> dict[str, LayerChoice]:
+        """The options of each matrix, and what it loses at most."""
+        found: dict[str, LayerChoice] = {}
+        for end in self.ends:
+            gram, rate = self.norm(end)
+            found[end.name] = self.choice(end, gram, rate, resolved)
+        return found
+
+    def norm(self, end: End) -> tuple[Gram, float]:
+        """The second moment that weights the errors of a matrix, and the loss per unit of it."""
+        errors = self.errors[end.name]
+        of_embedding = self.rate(self.divergence_of_embedding, errors.square().sum().item())
+        if end.head is None:
+            return Gram.identity(end.shape[1]).to(errors), of_embedding
+        gram = self.inputs.gram(self.world).to(errors)
+        of_head = self.rate(self.divergence_of_head, gram.loss(errors))
+        if end.embedding is None:
+            return gram, of_head
+        self.look_ups[end.name] = of_embedding * reciprocal(of_head)
+        return with_look_ups(gram, self.look_ups[end.name]), of_head
+
+    def rate(self, summed: float, error: float) -> float:
+        """The mean divergence a token for a unit of error.
+
+        Args:
+            summed: divergence over the tokens of this process.
+        """
+        device = self.walk.weights.device
+        tokens = self.world.total(self.tokens, device)
+        return self.world.total(summed, device) / tokens * reciprocal(error)
+
+    def choice(
+        self,
+        end: End,
+        gram: Gram,
+        rate: float,
+        resolved: Resolved,
+    ) -> LayerChoice:
+        """The options of a matrix, from the errors of some of its rows. gram, rate: of `norm`."""
+        with self.walk.outside():
+            weight = self.walk.model.get_parameter(f"{end.name}.weight").detach()
+            rows = torch.linspace(0, len(weight) - 1, min(ROWS, len(weight))).long()
+            sample = weight[rows.to(weight.device)].to(gram.matrix.dtype)
+        prepared = probe_method(resolved.end_grids[0]).prepare(gram)
+        share = len(weight) / len(sample)
+        plans = [plan_end(end, grid, resolved) for grid in resolved.end_grids]
+        losses: dict[Grid, Tensor] = {}
+        for plan in plans:
+            assert plan.grid is not None
+            method = probe_method(plan.grid)
+            found = approximation(method, sample, gram, prepared, plan.kept, 0, 0)
+            lost = share * gram.loss(sample - found.sparse)
+            losses[plan.grid] = torch.tensor([lost], dtype=torch.float64)
+        return LayerChoice(GridOptions(plans, losses).best(), rate)
+
+
+def with_look_ups(gram: Gram, look_ups: float) -> Gram:
+    """H + αI, α = `look_ups`."""
+    matrix = gram.matrix.clone()
+    matrix.diagonal().add_(look_ups)
+    return Gram(matrix, gram.tokens)
+
+
+def divergence(before: Tensor, after: Tensor) -> float:
+    """The sum over rows of KL(before ‖ after), in nats, for logits (rows, vocabulary)."""
+    dtype = working_dtype(before)
+    expected = F.log_softmax(before.to(dtype), -1)
+    found = F.log_softmax(after.to(dtype), -1)
+    return F.kl_div(found, expected, reduction="sum", log_target=True).item()
