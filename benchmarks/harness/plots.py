@@ -132,9 +132,7 @@ def frontier(curves: dict[str, list[tuple[float, float, str]]], programs: set[st
     save(figure, path)
 
 
-def whole_files(
-    curves: dict[str, list[tuple[float, float, str]]], programs: set[str], title: str, path: Path
-) -> None:
+def whole_files(curves: dict[str, list[tuple[float, float, str]]], programs: set[str], title: str, path: Path) -> None:
     """The increase of the perplexity against the size of the file, in letters that a phone can show.
 
     Args:
