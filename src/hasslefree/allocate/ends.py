@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hasslefree.allocate.options import GridOptions, LayerChoice, reciprocal
+from hasslefree.allocate.options import GridOptions, LayerChoice, grids_like, reciprocal
 from hasslefree.allocate.sensitivity import TOKENS, probe_method
 from hasslefree.core.gram import Gram, working_dtype
 from hasslefree.core.grids import Grid
@@ -29,7 +29,7 @@ from hasslefree.models.precision import as_multiplied
 from hasslefree.models.probe import logits_of
 from hasslefree.models.sites import find_site
 from hasslefree.models.walk import Walk, values_replaced
-from hasslefree.planning.plan import LayerPlan, plan_end
+from hasslefree.planning.plan import LayerPlan
 from hasslefree.recipe.resolve import Resolved
 from hasslefree.solve.decompose import approximation
 
@@ -179,7 +179,10 @@ class EndProbe:
             sample = weight[rows.to(weight.device)].to(gram.matrix.dtype)
         prepared = probe_method(resolved.end_grids[0]).prepare(gram)
         share = len(weight) / len(sample)
-        plans = [plan_end(end, grid, resolved) for grid in resolved.end_grids]
+        plans = [self.plans[end.name]]
+        if resolved.embedding_bits is None:
+            grids = grids_like(plans[0], resolved.end_grids, resolved)
+            plans = [replace(plans[0], grid=grid) for grid in grids]
         losses: dict[Grid, Tensor] = {}
         for plan in plans:
             assert plan.grid is not None

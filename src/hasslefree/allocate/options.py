@@ -211,10 +211,7 @@ def grid_options(
     """
     uniform_grid = plan.grid
     assert uniform_grid is not None
-    # The group of this layer may be smaller than that of others.
-    grids = [dataclasses.replace(grid, group=uniform_grid.group) for grid in resolved.grids]
-    if resolved.in_types:
-        grids = list(types_for(plan.shape[1]))
+    grids = grids_like(plan, resolved.grids, resolved)
     ranks = _ranks(plan, resolved.rank_on_grids)
     errors: dict[Grid, float] = {}
     rates: list[float] = []
@@ -238,6 +235,16 @@ def grid_options(
                 if candidate.size <= candidate.dense_size:
                     plans.append(candidate)
     return GridOptions(plans, losses).best(), most * sum(rates) / len(rates)
+
+
+def grids_like(plan: LayerPlan, grids: Sequence[Grid], resolved: Resolved) -> list[Grid]:
+    """The grids that a matrix may get: some grids, with its group, which may be smaller than that
+    of others; or the types of llama.cpp for its rows.
+    """
+    if resolved.in_types:
+        return list(types_for(plan.shape[1]))
+    assert plan.grid is not None
+    return [dataclasses.replace(grid, group=plan.grid.group) for grid in grids]
 
 
 def _ranks(plan: LayerPlan, rank: int | None) -> list[int]:

@@ -138,8 +138,8 @@ class Record:
         seqlen: as resolved for the model. tokens: of the calibration text. first_tokens: the ids
             with which all its segments begin, as the tokenizer begins a text. texts: the tokens of
             each text in it. left_out: why, by the names of the texts that could not be read.
-        predictions: what prediction matching did; None without it. held_out, held_out_code: None if no perplexity
-            was measured.
+        predictions: what prediction matching did; None without it. held_out, held_out_code: None if
+            no perplexity was measured.
         sensitivities: by the name of each layer, the estimated divergence of the model's
             predictions, in nats per token, when that layer alone is pruned, or rounded to the
             fewest bits that it may get. None where the allocation did not measure it.

@@ -119,6 +119,8 @@ class Resolved(Fields):
             return (end_grid(self, self.solver.grid, self.embedding_bits),)
         if self.size is None or self.solver.grid is None:
             return ()
+        if self.in_types:
+            return WIDE_TYPES
         grids = [end_grid(self, self.solver.grid, bits) for bits in BITS]
         if self.engine is None:
             return tuple(grids)
