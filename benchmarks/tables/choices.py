@@ -53,19 +53,9 @@ def versions(content: Content) -> Row:
     return {"programs": ", ".join(f"{name} {version}" for name, version in sorted(found.items()))}
 
 
-# A row of the frontier, of the real model or of the quantised ones, and what stands for it beside other programs.
+# A row of the frontier or of the efforts at 2:4, and what stands for it.
 SIDE_BY_SIDE = {
     "dense": "dense, bfloat16",
-    "5.2 bits, dealt, balanced": "**the default**: `hasslefree compress MODEL OUT`",
-    "4.3 bits, dealt, best": "smallest: `--size 4.3bits --effort best`",
-    "4.6 bits, dealt, fast": "smaller, no training: `--size 4.6bits --effort fast`",
-    "4 bits + rank 16, balanced": "4 bits everywhere: `--bits 4 --rank 16`",
-    "4 bits + rank 16, best": "the same: `--bits 4 --rank 16 --effort best`",
-    "llama.cpp Q8_0": "llama.cpp Q8_0",
-    "llama.cpp Q4_K_M": "llama.cpp Q4_K_M",
-    "llama.cpp Q3_K_M": "llama.cpp Q3_K_M",
-    "AutoRound, 50 iterations, 4 bits": "AutoRound, 4 bits (50 iterations instead of 200)",
-    "llm-compressor GPTQ, 4 bits": "llm-compressor GPTQ, 4 bits",
     "6:8 + rank 16": "6:8: `--pattern 6:8 --rank 16 --effort fast`",
     "best": "2:4: `--pattern 2:4 --rank 16 --effort best`",
     "fast": "2:4, no training: `--pattern 2:4 --rank 16 --effort fast`",
@@ -74,72 +64,91 @@ SIDE_BY_SIDE = {
 
 
 def rows_by_name(content: Content) -> dict[str, Row]:
-    """The rows of the frontier, the efforts at 2:4, and the quantised rows; the dense one is the frontier's.
+    """The rows of the frontier and the efforts at 2:4; the dense one is the frontier's.
 
     Minutes are those of the clock if the machine did nothing else, and otherwise of the processor.
     """
     efforts = [*two_four(load("two_four")), *measured(load("real_model"), ["sparsegpt"])]
-    rows = (*four_bits(load("four_bits")), *efforts, *frontier(content))
     found = {}
-    for row in rows:
-        cpu_minutes = row["cpu_seconds"] / 60 if row.get("cpu_seconds") else row.get("cpu_minutes")
+    for row in (*efforts, *frontier(content)):
+        cpu_minutes = row["cpu_seconds"] / 60 if row.get("cpu_seconds") else None
         minutes = row["seconds"] / 60 if row["seconds"] else cpu_minutes
         found[row["name"]] = row | {"bytes": row["bytes"] or DENSE_BYTES, "minutes": minutes}
     return found
 
 
 def choices(content: Content) -> Iterable[Row]:
-    """Ways to make one model smaller, side by side. A row that is not measured yet is left out."""
+    """Ways to prune one model, side by side. A row that is not measured yet is left out."""
     rows = rows_by_name(content)
     return [rows[name] | {"name": words} for name, words in SIDE_BY_SIDE.items() if name in rows]
 
 
-# The row that README begins with, the default, and the one of another program that it stands beside.
-HEADLINE, BESIDE = "5.2 bits, dealt, balanced", "llama.cpp Q4_K_M"
+def whole_files(content: Content) -> Iterable[Row]:
+    """Every row by the size of its file, with the increase of log perplexity on each text."""
+    results = content["results"]
+    firsts = {name: next(iter(seeds.values())) for name, seeds in results.items()}
+    for name, first in sorted(firsts.items(), key=lambda pair: pair[1]["file_bytes"]):
+        seconds = first.get("cpu_seconds")
+        yield {
+            "name": name,
+            "words": in_words(name),
+            "megabytes": first["file_bytes"] / 1e6,
+            "bytes": first.get("bytes_a_weight"),
+            "increase": first.get("increase", dict.fromkeys(first["perplexity"])),
+            "perplexity": first["perplexity"],
+            "unseen": first.get("unseen"),
+            "worst": first.get("worst"),
+            "cpu_minutes": None if seconds is None else seconds / 60,
+        }
+
+
+def in_words(name: str) -> str:
+    """The name of a row, as flags where it is a size: 105MB, fast becomes `--size 105MB`, fast."""
+    size, comma, effort = name.partition(", ")
+    if size.endswith(("MB", "bits")) and comma:
+        return f"`--size {size}`, {effort}"
+    return name
+
+
+# The row that README begins with, and the one of another program that it stands beside.
+HEADLINE = "105MB, balanced"
+BESIDE = "llama.cpp Q4_K_M, matrix"
 
 
 def headline(content: Content) -> Row:
-    """The dense model, the default, and a rival, in one sentence."""
-    rows = {row["name"]: row for row in four_bits(content)}
-    ours, rival = (rows[name] | {"percent": 100 * math.expm1(rows[name]["gap"])} for name in (HEADLINE, BESIDE))
-    return {"dense": rows["dense"], "ours": ours, "rival": rival}
+    """The dense model, ours, and a rival, in one sentence."""
+    rows = {row["name"]: row for row in whole_files(content)}
+    return {"dense": rows["dense"], "ours": in_percent(rows[HEADLINE]), "rival": in_percent(rows[BESIDE])}
 
 
-# What README offers: the goal, the row, the flags, and the model whose speed of generation was measured so.
+def in_percent(row: Row) -> Row:
+    """A row with the increases of the perplexity in per cent."""
+    found = {"mean": row["unseen"], "worst": row["worst"], "wikitext2": row["increase"]["wikitext2"]}
+    return row | {"percent": {name: 100 * math.expm1(value) for name, value in found.items()}}
+
+
+# What README offers: the goal, the row and the flags.
 SETTINGS = (
-    (
-        "closest to dense: **the default**",
-        "5.2 bits, dealt, balanced",
-        "hasslefree compress MODEL OUT",
-        "smollm2, `--size 5.2bits`",
-    ),
-    ("smallest", "4.3 bits, dealt, best", "hasslefree compress MODEL OUT --size 4.3bits --effort best", None),
-    ("fastest", "4 bits + rank 16, balanced", "hasslefree compress MODEL OUT --bits 4 --rank 16", "smollm2"),
+    ("closest to dense, in the size of llama.cpp's Q4_K_M", HEADLINE, "hasslefree compress MODEL OUT --size 105MB"),
+    ("**the default**", "5.2bits, balanced", "hasslefree compress MODEL OUT"),
+    ("no fine-tuning", "5.2bits, fast", "hasslefree compress MODEL OUT --effort fast"),
+    ("smallest", "4.3bits, best", "hasslefree compress MODEL OUT --size 4.3bits --effort best"),
 )
 
 
 def settings(content: Content) -> Iterable[Row]:
-    """Three settings of ours, with how much they raise the perplexity, on average over the texts."""
-    rows = {row["name"]: row for row in four_bits(content)}
-    dense = rows["dense"]
-    yield dense | {"goal": "dense", "command": "", "bytes": DENSE_BYTES, "percent": None, "speed": "1.00 ×"}
-    for goal, name, command, model in SETTINGS:
-        percent = 100 * math.expm1(rows[name]["gap"])
-        ways = load("generation_four_bits")["models"][model] if model else []
-        speeds = [f"{way['tokens_over_dense']:.2f} ×" for way in ways if way["way"] == "packed"]
-        speed = speeds[0] if speeds else "not measured"
-        yield rows[name] | {"goal": goal, "command": f"`{command}`", "percent": percent, "speed": speed}
+    """Settings of ours, with how much they raise the perplexity. A row that is not measured yet is left out."""
+    rows = {row["name"]: row for row in whole_files(content)}
+    empty = dict.fromkeys(("mean", "worst", "wikitext2"))
+    yield rows["dense"] | {"goal": "dense", "command": "", "percent": empty}
+    for goal, name, command in SETTINGS:
+        if name in rows:
+            yield in_percent(rows[name]) | {"goal": goal, "command": f"`{command}`"}
 
 
 # What a reader of the results may be after, the row for it, and its name.
 GOALS = (
     ("", "dense", "dense, bfloat16"),
-    ("little loss at a third of the size: the default", "5.2 bits, dealt, balanced", "`--size 5.2bits`, `balanced`"),
-    ("fewer bytes, no training", "4.8 bits, dealt, fast", "`--size 4.8bits`, `fast`"),
-    ("fewest bytes, no training", "4.6 bits, dealt, fast", "`--size 4.6bits`, `fast`"),
-    ("fewest bytes", "4.3 bits, dealt, best", "`--size 4.3bits`, `best`"),
-    ("4 bits everywhere, for fast kernels", "4 bits + rank 16, balanced", "4 bits + rank 16, `balanced`"),
-    ("the same, lowest loss", "4 bits + rank 16, best", "4 bits + rank 16, `best`"),
     ("almost no loss, bfloat16", "6:8 + rank 16", "6:8 + rank 16, `fast`"),
     ("half of the weights zero", "4:8 + rank 16", "4:8 + rank 16, `fast`"),
     ("2:4 kernels, lowest loss", "best", "2:4 + rank 16, `best`"),
@@ -156,42 +165,63 @@ def goals(content: Content) -> Iterable[Row]:
             yield rows[name] | {"goal": goal, "words": words}
 
 
+WHOLE_FILES = "whole_files_SmolLM2-135M-Instruct"
+FOUR_BITS = f"python benchmarks/four_bits.py {MODEL}"
 FRONTIER = f"python benchmarks/real_model.py frontier {MODEL}"
 TABLES: dict[str, tuple[Table, ...]] = {
     "headline": (
         Table(
-            "four_bits",
-            f"python benchmarks/four_bits.py {MODEL}",
-            note="**The layers of SmolLM2-135M-Instruct shrink from 2.00 to {ours[bytes]:.2f} bytes per weight in "
-            "{ours[cpu_minutes]:.0f} minutes on one CPU thread, and the perplexity on WikiText-2 rises from "
-            "{dense[perplexity][wikitext2]:.1f} to {ours[perplexity][wikitext2]:.1f}.** llama.cpp's Q4_K_M reaches "
-            "{rival[perplexity][wikitext2]:.1f} with {rival[bytes]:.2f} bytes per weight. On average over three texts, "
-            "the perplexity increases by {ours[percent]:.1f} %, and by {rival[percent]:.1f} % with Q4_K_M.\n\n"
-            "<sub>Only the compressed layers count as bytes; embeddings stay as they are. Calibrated on one random "
-            "sample of C4, {samples} × {seqlen} tokens; perplexity on the first {max_tokens:,} tokens of each text, in "
-            "windows of {window}. The weights are those of an equivalent model, as in the table below.</sub>",
+            WHOLE_FILES,
+            FOUR_BITS,
+            note="**SmolLM2-135M-Instruct shrinks from {dense[megabytes]:.0f} to {ours[megabytes]:.0f} MB, embeddings "
+            "included, in {ours[cpu_minutes]:.0f} minutes on one CPU thread, and its perplexity rises by "
+            "{ours[percent][mean]:.1f} % on average over five kinds of text that it was not calibrated on.** "
+            "llama.cpp's Q4_K_M takes {rival[megabytes]:.0f} MB with an importance matrix from the same text, and "
+            "loses {rival[percent][mean]:.1f} %. On the worst of the five, it is {ours[percent][worst]:.1f} % here and "
+            "{rival[percent][worst]:.1f} % there.\n\n"
+            "<sub>One draw. Both were calibrated on {samples} × {seqlen} tokens of C4. The texts: WikiText-2, Penn "
+            "Treebank, Python code, a conversation, and German; the first {max_tokens:,} tokens of each. The weights "
+            "are those of an equivalent model, as in the table below.</sub>",
             facts=headline,
         ),
     ),
     "settings": (
         Table(
-            "four_bits",
-            f"python benchmarks/four_bits.py {MODEL}",
+            WHOLE_FILES,
+            FOUR_BITS,
             (
                 ("SmolLM2-135M-Instruct", "{goal}"),
                 ("command", "{command}"),
-                ("bytes per weight", "{bytes:.3f}"),
-                ("perplexity, WikiText-2", "{perplexity[wikitext2]:.1f}"),
-                ("mean perplexity increase, three texts", "{percent:.1f} %"),
+                ("whole file, MB", "{megabytes:.0f}"),
+                ("perplexity increase: WikiText-2", "{percent[wikitext2]:.1f} %"),
+                ("mean of five kinds of text", "{percent[mean]:.1f} %"),
+                ("worst of them", "{percent[worst]:.1f} %"),
                 ("CPU minutes", "{cpu_minutes:.0f}"),
-                ("tokens per second vs dense", "{speed}"),
             ),
             settings,
-            note="<sub>All rows add `--samples 64 --seqlen 512` to the command and use one random sample of C4; the "
-            "defaults, 128 and 2048, take longer. Minutes on one CPU thread. Speed: transformers on one thread of a "
-            "CPU with AMX. The only copy of this model that we had was rounded to 4 bits, which would favour some "
-            "methods. We therefore measured a model that gives the same outputs but whose weights are [not "
-            "rounded](docs/results/quality.md#quantised-s-next-to-other-programs).</sub>",
+            note="<sub>All rows add `--samples 64 --seqlen 512 --calibration FILE` to the command, with C4 as the "
+            "file; the defaults, 128 and 2048, take longer. Minutes on one CPU thread. The only copy of this model that "
+            "we had was rounded to 4 bits, which would favour some methods. We therefore measured a model that gives the "
+            "same outputs but whose weights are [not "
+            "rounded](docs/results/quality.md#whole-files-next-to-llamacpp).</sub>",
+        ),
+    ),
+    "whole_files": (
+        Table(
+            WHOLE_FILES,
+            FOUR_BITS,
+            (
+                ("", "{words}"),
+                ("whole file, MB", "{megabytes:.1f}"),
+                ("bytes per layer weight", "{bytes:.3f}"),
+                ("*", "{increase[*]:.3f}"),
+                ("mean without C4", "{unseen:.3f}"),
+                ("CPU minutes", "{cpu_minutes:.1f}"),
+            ),
+            whole_files,
+            note="SmolLM2-135M-Instruct, off its grid (σ = {off_grid[sigma]}, seed {off_grid[seed]}); increase of log "
+            "perplexity, on {max_tokens} tokens of each text in windows of {window}, in {dtype}; calibrated on "
+            "{samples} × {seqlen} tokens of C4; {where}.",
         ),
     ),
     "choices": (
@@ -242,7 +272,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
     "four_bits": (
         Table(
             "four_bits",
-            f"python benchmarks/four_bits.py {MODEL}",
+            FOUR_BITS,
             (
                 ("", "{words}"),
                 ("bytes per weight", "{bytes:.3f}"),

@@ -1,6 +1,7 @@
 """What writes the tables of README.md and docs/, on invented results and pages: `make docs` checks the real ones."""
 
 import importlib
+import math
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,7 @@ def test_the_types_that_hold_the_weights_by_hand(tables):
     assert tables("choices").stored(row) == "Q5_0 75 %, Q6_K 25 %"
 
 
-def test_a_quantised_row_that_is_not_measured_is_left_out(tables, monkeypatch):
+def test_a_row_that_is_not_measured_is_left_out(tables, monkeypatch):
     """Oracle: by hand. A gap is that from the dense model of the row's own file."""
     choices = tables("choices")
 
@@ -104,12 +105,26 @@ def test_a_quantised_row_that_is_not_measured_is_left_out(tables, monkeypatch):
     files = {
         "real_model": content(dense=row(10), sparsegpt=row(20)),
         "two_four": content(dense=row(10), fast=row(20), balanced=row(20), best=row(20)),
-        "four_bits": content(**{"dense": row(5), "llama.cpp Q4_K_M": row(5, program="llama.cpp", kinds={"Q5_0": 1})}),
     }
     monkeypatch.setattr(choices, "load", files.__getitem__)
     found = {row["name"]: row for row in choices.choices(content(dense=row(10)))}
-    assert list(found) == [choices.SIDE_BY_SIDE[n] for n in ("dense", "llama.cpp Q4_K_M", "best", "fast", "sparsegpt")]
-    assert found["llama.cpp Q4_K_M"] | {"gap": 0.0, "minutes": 1.5, "bytes": 1.0} == found["llama.cpp Q4_K_M"]
+    assert list(found) == [choices.SIDE_BY_SIDE[n] for n in ("dense", "best", "fast", "sparsegpt")]
+    fast = found[choices.SIDE_BY_SIDE["fast"]]
+    assert fast | {"gap": math.log(2), "minutes": 1.5, "bytes": 1.0} == fast
+
+
+def test_whole_files_stand_by_their_sizes(tables):
+    """Oracle: by hand."""
+    choices = tables("choices")
+    ours = {"file_bytes": 100e6, "cpu_seconds": 90.0, "increase": {"wikitext2": 0.1}, "unseen": 0.1, "worst": 0.2}
+    results = {
+        "dense": {"0": {"file_bytes": 270e6, "perplexity": {"wikitext2": 5.0}}},
+        "5.2bits, fast": {"0": ours | {"perplexity": {"wikitext2": 6.0}}},
+    }
+    found = list(choices.whole_files({"results": results}))
+    assert [row["words"] for row in found] == ["`--size 5.2bits`, fast", "dense"]
+    assert [row["cpu_minutes"] for row in found] == [1.5, None]
+    assert choices.in_percent(found[0])["percent"]["worst"] == pytest.approx(22.14, abs=0.01)
 
 
 def test_the_order_of_the_paper_by_hand(tables):
