@@ -257,7 +257,9 @@ def run(args: argparse.Namespace, record: Path, work: Path) -> None:
     measurement, seed = Measurement.of(args), str(args.seed)
     tokenizer = models.load_tokenizer(args.model)
     header = {name: getattr(args, name) for name in ("samples", "seqlen", "window", "max_tokens", "seed", "dtype")}
-    header |= {"model": Path(args.model).name, "off_grid": json.loads(record.read_text()), "seen": args.seen}
+    moved = json.loads(record.read_text())
+    header |= {"model": Path(args.model).name, "off_grid": {name: moved[name] for name in ("sigma", "seed")}}
+    header |= {"seen": args.seen}
     header["texts"] = {kinds.name(text): kinds.digest(text, tokenizer) for text in measurement.texts}
     output = args.output or RESULTS / f"whole_files_{Path(args.model).name}.json"
     content = resumed(output, header, "results")
