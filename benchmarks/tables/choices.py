@@ -201,8 +201,8 @@ TABLES: dict[str, tuple[Table, ...]] = {
             settings,
             note="<sub>All rows add `--samples 64 --seqlen 512 --calibration FILE` to the command, with C4 as the "
             "file; the defaults, 128 and 2048, take longer. Minutes on one CPU thread. The only copy of this model "
-            "that we had was rounded to 4 bits, which would favour some methods. We therefore measured a model that gives "
-            "the same outputs but whose weights are [not "
+            "that we had was rounded to 4 bits, which would favour some methods. We therefore measured a model that "
+            "gives the same outputs but whose weights are [not "
             "rounded](docs/results/quality.md#whole-files-next-to-llamacpp).</sub>",
         ),
     ),
