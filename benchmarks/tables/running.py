@@ -222,6 +222,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
         ),
     ),
     "generation_one_thread": (writing("generation_one_thread"),),
+    "generation_quantised": (writing("generation_quantised"),),
     "generation_four_bits": (writing("generation_four_bits"),),
     "loaded": (
         Table(
