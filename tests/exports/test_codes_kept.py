@@ -221,7 +221,8 @@ def test_every_k_type_is_held_to_the_bit(name):
 
 
 def test_a_size_gives_one_file_in_llama_cpp_s_own_types(tmp_path):
-    fields = {"method": None, "rank": None, "group_size": None, "engine": "llama.cpp", "size": "4.6bits"}
+    fields = {"method": None, "rank": None, "group_size": None, "scale_bits": None}
+    fields |= {"engine": "llama.cpp", "size": "4.6bits"}
     dense = compressed(tmp_path / "packed", {"intermediate_size": 256}, embedding_bits=6, **fields)
     write_template(tmp_path / "template.gguf", dense)
     hasslefree.export(tmp_path / "packed", tmp_path / "out", "gguf", template=tmp_path / "template.gguf")
@@ -416,7 +417,7 @@ def test_a_scale_that_float16_does_not_hold_is_refused(work, tmp_path):
     small = {n: t * 2.0**-20 if "down_proj" in n else t for n, t in dense.items()}
     model = build("llama", torch.bfloat16, **WIDE)
     model.load_state_dict(small)
-    fields = {"method": "joint-grid", "effort": "fast", "rank": 2, "group_size": 32}
+    fields = {"method": "joint-grid", "effort": "fast", "rank": 2, "engine": "llama.cpp"}
     hasslefree.compress(model, tmp_path / "packed", Recipe(**fields), segments=segments())
     write_template(tmp_path / "template.gguf", small)
     with pytest.raises(

@@ -29,7 +29,7 @@ def work(tmp_path_factory):
     model.save_pretrained(root / "dense")
     number_tokenizer().save_pretrained(root / "dense")
     write_template(root / "template.gguf", model.state_dict())
-    recipe = Recipe(method="joint-grid", effort="fast", rank=2, group_size=32)
+    recipe = Recipe(method="joint-grid", effort="fast", rank=2, engine="llama.cpp")
     hasslefree.compress(root / "dense", root / "packed", recipe, segments=segments())
     hasslefree.export(root / "packed", root / "out", "gguf", template=root / "template.gguf")
     (root / "bin").mkdir()
@@ -71,7 +71,7 @@ def test_files_are_replaced_if_asked_and_only_those_of_an_export(work, tmp_path)
 
 
 def test_an_adapter_of_an_earlier_export_does_not_stay(work, tmp_path):
-    recipe = Recipe(method="joint-grid", effort="fast", rank=0, group_size=32)
+    recipe = Recipe(method="joint-grid", effort="fast", rank=0, engine="llama.cpp")
     hasslefree.compress(work / "dense", tmp_path / "packed", recipe, segments=segments())
     for name in ("tiny.gguf", "tiny-adapter.gguf"):
         (tmp_path / name).write_bytes(b"GGUF of before")

@@ -220,9 +220,9 @@ def test_text_that_the_model_writes_is_held_out_too(recipe, read, tmp_path):
     code = AutoTokenizer.from_pretrained(MODEL).decode(read[0][HELD_OUT_SEGMENTS:].flatten())
     assert "self." in code
     assert report.held_out_code["segments"] == HELD_OUT_SEGMENTS
-    model = AutoModelForCausalLM.from_pretrained(MODEL)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     expected = transformers_perplexity(model, read[0][HELD_OUT_SEGMENTS:])
-    assert report.held_out_code["dense"] == pytest.approx(expected, rel=1e-5)
+    assert report.held_out_code["dense"] == pytest.approx(expected, rel=1e-3)  # the run's model is in bfloat16
 
 
 def too_short(recipe):

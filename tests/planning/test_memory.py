@@ -198,7 +198,7 @@ def test_terms_grow_with_what_they_count(tmp_path):
     )
     assert estimate(joint).ram[SOLVER] < estimate(other).ram[SOLVER]
     checked = planned(tmp_path / "checked", dataclasses.replace(FAST, check=True))
-    assert states_bytes(checked) - terms[STATES] == 2 * 32 * 16 * 32 * 4  # of both models
+    assert states_bytes(checked) - terms[STATES] == 2 * 2 * 32 * 16 * 32 * 4  # of both models, on text and code
     assert estimate(checked).ram[ENDS] > terms[ENDS]
 
 
@@ -306,7 +306,7 @@ def test_flops_by_hand(tmp_path):
     flops = flops_by_phase(planned(tmp_path / "dense", recipe))
     block, head, tokens = 7_744, 64 * 32, 6 * 16
     volume = 2 * (2 * 32 * 32**2 + 2 * 16 * 32**2 + 2 * 48 * 32**2 + 32 * 48**2)
-    checked = 2 * 32 * 16  # of both models
+    checked = 2 * 2 * 32 * 16  # of both models, on text and code
     assert flops[INPUTS] == 2 * tokens * (2 * (6 * 32**2 + 48**2) + 2 * block) + 2 * checked * 2 * block
     assert flops[CHECK] == 2 * checked * head
     assert flops[SOLVING] == 2 * 20 * volume
