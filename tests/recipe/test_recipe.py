@@ -349,6 +349,10 @@ def test_an_engine_chooses_a_grid_that_it_holds(engine):
             "mlx takes a quantised S, and method joint does not quantise it: use .*joint-grid",
         ),
         (
+            {"method": "eora", "engine": "llama.cpp", "size": "5bits"},
+            "llama.cpp takes a quantised S, and method eora does not quantise it: use .*joint-grid",
+        ),
+        (
             {"method": "joint-grid", "rank": 2, "pattern": "2:4"},
             "mlx stores every entry of S, so that pattern 2:4",
         ),

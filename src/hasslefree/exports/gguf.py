@@ -225,12 +225,16 @@ def floats_of(coded: Coded) -> list[Tensor]:
     """
     grid = coded.grid
     if grid.block is None:
-        return [coded.scale, coded.second] if grid.offset else [coded.scale]
-    assert grid.scale_bits is not None
-    tensors = coded.layer.tensors()
-    names = ("weight_scale", "weight_offset") if grid.offset else ("weight_scale",)
-    steps = 1 << (grid.scale_bits - grid.signed_scales)
-    return [tensors[name].detach().float() / steps for name in names]
+        floats = [coded.scale, coded.second]
+    else:
+        assert grid.scale_bits is not None
+        tensors = coded.layer.tensors()
+        steps = 1 << (grid.scale_bits - grid.signed_scales)
+        units = [tensors[name] for name in ("weight_scale", "weight_offset") if name in tensors]
+        floats = [unit.detach().float() / steps for unit in units]
+    if grid.offset:
+        return floats
+    return floats[:1]
 
 
 def blocks_of(coded: Coded) -> Tensor:
@@ -276,7 +280,7 @@ def k_parts(
     multiples: list[Tensor],
     floats: list[Tensor],
 ) -> list[Tensor]:
-    """The parts of blocks of 256.
+    """The bytes of blocks of 256, in the order of each type.
 
     Args:
         codes: uint8 (out, blocks, 256).
@@ -313,6 +317,8 @@ def interleaved(
         numbers: uint8 (…, n), n a multiple of length · 8 / bits.
         length: the bytes of a run.
     """
-    fields = numbers.unflatten(-1, (-1, 8 // bits, length)).int()
-    shifts = bits * torch.arange(8 // bits).unsqueeze(1)
-    return (fields << shifts).sum(-2).to(torch.uint8).flatten(-2)
+    fields = numbers.unflatten(-1, (-1, 8 // bits, length))
+    packed = fields[..., 0, :].clone()
+    for place in range(1, 8 // bits):
+        packed |= fields[..., place, :] << bits * place
+    return packed.flatten(-2)

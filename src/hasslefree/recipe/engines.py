@@ -12,8 +12,8 @@ value again.
 
 A group that is a multiple of the engine's, or a row, is held by repeating its numbers. The K types
 of llama.cpp, whose scales and minimums are small integers in units of blocks of 256 inputs, are
-grids of their own (`K_TYPES`). MLX has no
-whole zeros: the bias that takes their place, −zero · scale, has more digits than a scale.
+grids of their own (`K_TYPES`). MLX has no whole zeros: the bias that takes their place,
+−zero · scale, has more digits than a scale.
 """
 
 from collections.abc import Mapping

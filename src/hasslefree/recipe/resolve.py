@@ -292,8 +292,9 @@ def takes_types(recipe: Fields) -> bool:
     """Say whether each layer gets one of llama.cpp's own types: within a size, if nothing else is
     said of the grid.
     """
-    given = [getattr(recipe, name) is not None for name in GRIDS[2:]]
-    return recipe.engine == "llama.cpp" and recipe.size is not None and not any(given)
+    if recipe.engine != "llama.cpp" or recipe.size is None or not has_grid(recipe):
+        return False
+    return all(getattr(recipe, name) is None for name in GRIDS[2:])
 
 
 def has_grid(recipe: Fields) -> bool:
