@@ -78,7 +78,7 @@ def llama_cpp_logits(tools, file, tokens):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("embedding_bits", [4, 6])
+@pytest.mark.parametrize("embedding_bits", [None, 6])
 def test_llama_cpp_predicts_what_transformers_does(embedding_bits, tools, tmp_path):
     """llama.cpp rounds the inputs of each layer to eight bits; the compression changes far more."""
     dense = dense_model(tmp_path, tools, hidden_size=256, intermediate_size=288)
