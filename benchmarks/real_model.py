@@ -67,6 +67,7 @@ from harness.paper import LAYERS_ALONE
 from harness.record import RESULTS, ROOT, machine, resumed, write
 from hasslefree.allocate.sensitivity import ProbedLayer
 from hasslefree.models.blocks import find_blocks
+from hasslefree.models.load import load_shapes
 from hasslefree.models.walk import Walk
 from hasslefree.models.weights import Weights
 from hasslefree.pipeline.text import draw
@@ -153,7 +154,7 @@ def row(
             }
         model = models.loaded(folder, measurement.dtype)
         if fields is not None:
-            found |= size_and_bits(report, find_blocks(model).name)
+            found |= size_and_bits(report, find_blocks(load_shapes(measurement.model, "auto", False)).name)
         found["perplexity"] = models.rounded(measurement.perplexities(model))
         found["file_bytes"] = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
         if exported is not None:
