@@ -63,6 +63,7 @@ def test_a_model_alone_can_be_compressed(monkeypatch, capsys, tmp_path):
     assert code == 0, text
     record = json.loads((tmp_path / "out" / "compression.json").read_text())
     assert record["recipe"]["size"] == DEFAULT_SIZE
+    assert "vllm serve" not in text  # the embedding is compressed
     assert 8 * record["stored_bytes"] / record["dense_parameters"] <= float(DEFAULT_SIZE.removesuffix("bits"))
 
 
@@ -81,6 +82,7 @@ def test_compress(compressed):
     out, text = compressed
     assert f"Written to {out}:" in text
     assert f"Next:  hasslefree chat '{out}'\n" in text
+    assert f"vllm serve '{out}'" in text
     record = json.loads((out / "compression.json").read_text())
     before, after = record["dense_bytes"], record["stored_bytes"]
     assert f"compressed layers  {size(before)} → {size(after)} ({100 * after / before:.0f} %)" in text

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import re
 import shlex
 import textwrap
 import time
@@ -10,7 +11,7 @@ import typing
 from collections.abc import Callable, Iterator
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -34,6 +35,11 @@ from hasslefree.errors import with_flags
 from hasslefree.recipe.fields import BUDGET, GROUPS, NAMES, Fields, help_of
 from hasslefree.recipe.recipe import Recipe
 
+if TYPE_CHECKING:
+    from hasslefree.checkpoint.record import Record
+
+# In the name of a layer in a block. vLLM serves compressed layers there, and no embedding or head.
+IN_BLOCK = re.compile(r"\.\d+\.")
 SETTINGS = "List the settings of this method, pruner or low-rank solver instead."
 # The options that most users need stand before all headings, in a line or two; the page on recipes
 # says more.
@@ -176,24 +182,23 @@ def call_compress(
             )
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"Interrupted; {with_flags(describe_progress(out))}.") from None
-    say(
-        "Written to"
-        f" {out}:\n\n{textwrap.indent(report.summary(), ' ')}\n\n{next_commands(out, recipe)}"
-    )
+    verdict = textwrap.indent(report.summary(), " ")
+    say(f"Written to {out}:\n\n{verdict}\n\n{next_commands(out, recipe, report)}")
     if not common.QUIET_PROCESS:
         write_seconds(out, report)
     common.push(out, push_to)
 
 
-def next_commands(out: Path, recipe: Recipe) -> str:
+def next_commands(out: Path, recipe: Recipe, report: "Record") -> str:
     """The commands to type after a compression."""
     folder = shlex.quote(str(out))
     targets = {"llama.cpp": "gguf FILE.gguf", "mlx": "mlx DEST"}
     target = targets.get(recipe.engine or "", "dense DEST")
-    return f"""Next:  hasslefree chat {folder}
-       hasslefree report {folder}
-       vllm serve {folder}  # with hasslefree[vllm]
-       hasslefree export {folder} --to {target}"""
+    commands = [f"hasslefree chat {folder}", f"hasslefree report {folder}"]
+    if all(IN_BLOCK.search(layer.name) for layer in report.layers):
+        commands.append(f"vllm serve {folder}  # with hasslefree[vllm]")
+    commands.append(f"hasslefree export {folder} --to {target}")
+    return "Next:  " + "\n       ".join(commands)
 
 
 @command(rich_help_panel=COMPRESS)
