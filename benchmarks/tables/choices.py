@@ -174,7 +174,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
             WHOLE_FILES,
             FOUR_BITS,
             note="**SmolLM2-135M-Instruct shrinks from {dense[megabytes]:.0f} to {ours[megabytes]:.0f} MB, embeddings "
-            "included, in {ours[cpu_minutes]:.0f} minutes on one CPU thread, and its perplexity rises by "
+            "included, in {ours[cpu_minutes]:.0f} minutes of one CPU thread, and its perplexity rises by "
             "{ours[percent][mean]:.1f} % on average over five kinds of text that it was not calibrated on.** "
             "llama.cpp's Q4_K_M takes {rival[megabytes]:.0f} MB with an importance matrix from the same text, and "
             "loses {rival[percent][mean]:.1f} %. On the worst of the five, it is {ours[percent][worst]:.1f} % here and "
@@ -200,9 +200,9 @@ TABLES: dict[str, tuple[Table, ...]] = {
             ),
             settings,
             note="<sub>All rows add `--samples 64 --seqlen 512 --calibration FILE` to the command, with C4 as the "
-            "file; the defaults, 128 and 2048, take longer. Minutes on one CPU thread. The only copy of this model "
-            "that we had was rounded to 4 bits, which would favour some methods. We therefore measured a model that "
-            "gives the same outputs but whose weights are [not "
+            "file; the defaults, 128 and 2048, take longer. Minutes of one CPU thread beside other work. The only "
+            "copy of this model that we had was rounded to 4 bits, which would favour some methods. We therefore "
+            "measured a model that gives the same outputs but whose weights are [not "
             "rounded](docs/results/quality.md#whole-files-next-to-llamacpp).</sub>",
         ),
     ),

@@ -235,7 +235,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
             f"{INFERENCE} generate --output benchmarks/results/generation_quantised.json",
             note="**Speed.** On a CPU without AMX, in transformers, SmolLM2-135M in 5.2 bits generates text "
             "{tokens_over_dense:.2f} times as fast as the dense model in bfloat16, and processes prompts at "
-            "{prompt_over_dense:.2f} times its speed (one thread, {where}).",
+            "{prompt_over_dense:.2f} times its speed ({where}).",
             facts=quantised_faster,
         ),
     ),
