@@ -145,7 +145,7 @@ def whole_files(curves: dict[str, list[tuple[float, float, str]]], programs: set
         axes.plot([x for x, _, _ in points], [y for _, y, _ in points], line, color=colour, markersize=8, label=name)
         for x, y, label in points:
             place = (0, -15) if name in programs else (0, 8)
-            axes.annotate(label, (x, y), place, textcoords="offset points", fontsize=9, color=colour, ha="center")
+            axes.annotate(label, (x, y), place, textcoords="offset points", fontsize=8, color=colour, ha="center")
     axes.set_xlabel("whole file, MB", fontsize=12)
     axes.set_ylabel("perplexity increase on unseen kinds of text, %", fontsize=10)
     axes.set_title(title, fontsize=12)
