@@ -62,6 +62,8 @@ class EndProbe:
 
     def __post_init__(self) -> None:
         self.inputs = MomentSums(self.seqlen)
+        if not self.plans:
+            return  # what is outside the blocks is not read for nothing
         with self.walk.outside():
             for name, plan in self.plans.items():
                 weight = self.walk.model.get_parameter(f"{name}.weight").detach()
@@ -148,6 +150,8 @@ class EndProbe:
         of_embedding = self.rate(self.divergence_of_embedding, errors.square().sum().item())
         if end.head is None:
             return Gram.identity(end.shape[1]).to(errors), of_embedding
+        if not self.inputs.count:
+            self.inputs.take(errors[:0])  # a process without probes takes part in the sums
         gram = self.inputs.gram(self.world).to(errors)
         of_head = self.rate(self.divergence_of_head, gram.loss(errors))
         if end.embedding is None:
