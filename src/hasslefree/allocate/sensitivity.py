@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,6 +48,9 @@ from hasslefree.progress import ALLOCATION, PROBES
 from hasslefree.solve.decompose import approximation
 from hasslefree.solve.methods.joint import QUICK_PRUNING
 from hasslefree.solve.methods.joint_on_grid import JointOnGrid
+
+if TYPE_CHECKING:
+    from hasslefree.allocate.ends import EndProbe
 
 T = TypeVar("T")
 # Tokens of whose predictions labels are sampled at a time.
@@ -85,23 +88,6 @@ class BackwardVisit:
     tokens: int
 
 
-class Ends(Protocol):
-    """Watches the probes at both ends of the model."""
-
-    def at_head(
-        self,
-        segment: Tensor,
-        states: Tensor,
-        logits: Tensor,
-    ) -> None:
-        """See a segment (tokens,), the outputs of the last block and the logits, of each segment
-        that counts.
-        """
-
-    def at_embedding(self, segments: Tensor, gradients: Activations) -> None:
-        """See the gradients with respect to the inputs of the first block."""
-
-
 def sensitivities(
     walk: Walk,
     plan: Plan,
@@ -109,7 +95,7 @@ def sensitivities(
     world: World,
     inspect: "Inspect[T]",
     seed: int = 0,
-    ends: Ends | None = None,
+    ends: "EndProbe | None" = None,
 ) -> list[dict[str, tuple[T, float]]]:
     """For each block, by the name of each planned layer: what `inspect` returns, a result and a
     sensitivity.
@@ -119,7 +105,7 @@ def sensitivities(
     layer that no gradient reaches, such as an indexer of attention, which only selects, gets the
     mean of the others.
 
-    segments: of this process. seed: of the labels.
+    segments: of this process. seed: of the labels. ends: watches embedding and head meanwhile.
     """
     measured: list[dict[str, tuple[T, float]]] = [{} for _ in plan.blocks]
     visits = backwards(walk, segments, world, seed, ends)
@@ -134,7 +120,7 @@ def backwards(
     segments: Tensor,
     world: World,
     seed: int,
-    ends: Ends | None,
+    ends: "EndProbe | None",
 ) -> Iterator[BackwardVisit]:
     """The blocks from the last to the first; arguments and errors as for `sensitivities`."""
     total = round(world.total(len(segments), segments.device))
@@ -177,7 +163,12 @@ def check_predictions(
 
 
 def gradients_of_labels(
-    walk: Walk, segments: Tensor, states: Activations, world: World, seed: int, ends: Ends | None
+    walk: Walk,
+    segments: Tensor,
+    states: Activations,
+    world: World,
+    seed: int,
+    ends: "EndProbe | None",
 ) -> Activations:
     """The gradient of log p(label), summed over tokens, with respect to what leaves the last
     block.
