@@ -103,7 +103,10 @@ def test_the_switches_of_tqdm_turn_the_bar_of_a_call_off(monkeypatch, environmen
 
 
 def test_a_step_before_any_time_has_passed_is_shown():
-    show(MagicMock(n=0), Step(LOADING, 0, 1, "", seconds=0.0, left=0.0))
+    bar = MagicMock(n=0)
+    show(bar, Step(LOADING, 0, 1, "", seconds=0.0, left=0.0))
+    bar.update.assert_called_once_with(0)
+    bar.refresh.assert_called_once_with()
 
 
 def test_a_listener_replaces_the_bar(monkeypatch):
