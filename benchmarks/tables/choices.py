@@ -98,6 +98,7 @@ def whole_files(content: Content) -> Iterable[Row]:
             "perplexity": first["perplexity"],
             "unseen": first.get("unseen"),
             "worst": first.get("worst"),
+            "peak": first["peak_mb"] / 1000 if "peak_mb" in first else None,
             "cpu_minutes": None if seconds is None else seconds / 60,
         }
 
@@ -222,6 +223,19 @@ TABLES: dict[str, tuple[Table, ...]] = {
             note="SmolLM2-135M-Instruct, off its grid (σ = {off_grid[sigma]}, seed {off_grid[seed]}); increase of log "
             "perplexity, on {max_tokens} tokens of each text in windows of {window}, in {dtype}; calibrated on "
             "{samples} × {seqlen} tokens of C4; {where}.",
+        ),
+    ),
+    "durations": (
+        Table(
+            WHOLE_FILES,
+            FOUR_BITS,
+            (
+                ("SmolLM2-135M-Instruct, {samples} × {seqlen} tokens", "{command}"),
+                ("CPU minutes", "{cpu_minutes:.0f}"),
+                ("peak GB of RAM", "{peak:.1f}"),
+            ),
+            lambda content: [row for row in settings(content) if "5.2bits" in row["name"]],
+            note="On {where}.",
         ),
     ),
     "choices": (

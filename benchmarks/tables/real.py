@@ -85,14 +85,6 @@ def estimates(content: Content) -> Row:
     }
 
 
-def durations(content: Content) -> Iterable[Row]:
-    """The minutes and the peak of memory of each effort."""
-    for effort in ("fast", "balanced", "best"):
-        seeds = content["results"][effort]
-        minutes, peak = over_seeds(seeds, "cpu_seconds") / 60, over_seeds(seeds, "peak_mb") / 1000
-        yield {"effort": effort, "cpu_minutes": minutes, "peak": peak}
-
-
 def zero_shot(content: Content) -> Iterable[Row]:
     """The accuracy of the rows that were asked, task by task, and on average; and what share of it each loses."""
     results = {name: next(iter(seeds.values())) for name, seeds in content["results"].items()}
@@ -181,19 +173,6 @@ MIXTURE = (
 )
 
 TABLES: dict[str, tuple[Table, ...]] = {
-    "durations": (
-        Table(
-            "two_four",
-            f"python benchmarks/real_model.py two-four {MODEL}",
-            (
-                ("`--effort`", "{effort}"),
-                ("SmolLM2-135M, CPU minutes", "{cpu_minutes:.1f}"),
-                ("peak GB of RAM", "{peak:.1f}"),
-            ),
-            durations,
-            note="SmolLM2-135M: 2:4 + rank 16, {samples} × {seqlen} tokens, on {where}.",
-        ),
-    ),
     "real_model": (
         Table(
             "real_model",

@@ -30,7 +30,7 @@ ABOUT = {
     "unstructured": About("the largest entries of the whole matrix", "arXiv 1506.02626"),
     "row": About("the same number of entries in each row", "arXiv 2306.11695"),
     "structured": About("whole input channels", "arXiv 2403.12983"),
-    "dense": About("every entry, for methods with a grid", "docs: maths"),
+    "dense": About("every entry, for methods with a grid", "docs: grids"),
 }
 _N_OF_M = re.compile(r"(\d{1,9}):(\d{1,9})")
 

@@ -99,7 +99,7 @@ _TABLE: dict[str, tuple[Method, str, str]] = {
         "alternates gptq and exact",
         "arXiv 2405.18886",
     ),
-    "joint-grid": (JointOnGrid(), "joint on a grid of 2 to 8 bits; the default", "docs: maths"),
+    "joint-grid": (JointOnGrid(), "fits S on a grid and L in turn; the default", "docs: grids"),
 }
 METHODS: dict[str, Method] = {
     **{name: method for name, (method, _, _) in _TABLE.items()},

@@ -18,7 +18,7 @@ _TABLE: dict[str, tuple[Pruner, str, str]] = {
         "arXiv 2301.00774",
     ),
     "alps": (ALPS(), "ADMM on the support, then least squares on it", "arXiv 2406.07831"),
-    "rtn": (RoundToNearest(), "rounds to the nearest value of a grid", "docs: maths"),
+    "rtn": (RoundToNearest(), "rounds to the nearest value of a grid", "docs: grids"),
     "gptq": (
         SparseGPT(grid=Grid()),
         "rounds by columns, and corrects later columns",
