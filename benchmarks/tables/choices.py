@@ -1,13 +1,12 @@
-"""The tables of what to choose: patterns, ranks, bits, and other programs that quantise."""
+"""The tables of what to choose: sizes, patterns, ranks, bits, and other programs that quantise."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
-from tables.engine import Content, Row, Table, load
-from tables.models import MODEL, over_seeds
-from tables.real import REAL_NOTE, measured, two_four
+from tables.engine import Content, Row, Table
+from tables.models import MODEL, in_percent, over_seeds
+from tables.real import REAL_NOTE, measured
 
 DENSE_BYTES = 2.0
 
@@ -53,38 +52,8 @@ def versions(content: Content) -> Row:
     return {"programs": ", ".join(f"{name} {version}" for name, version in sorted(found.items()))}
 
 
-# A row of the frontier or of the efforts at 2:4, and what stands for it.
-SIDE_BY_SIDE = {
-    "dense": "dense, bfloat16",
-    "6:8 + rank 16": "6:8: `--pattern 6:8 --rank 16 --effort fast`",
-    "best": "2:4: `--pattern 2:4 --rank 16 --effort best`",
-    "fast": "2:4, no training: `--pattern 2:4 --rank 16 --effort fast`",
-    "sparsegpt": "2:4, no L: `--method sparsegpt --rank 0`",
-}
-
-
-def rows_by_name(content: Content) -> dict[str, Row]:
-    """The rows of the frontier and the efforts at 2:4; the dense one is the frontier's.
-
-    Minutes are those of the clock if the machine did nothing else, and otherwise of the processor.
-    """
-    efforts = [*two_four(load("two_four")), *measured(load("real_model"), ["sparsegpt"])]
-    found = {}
-    for row in (*efforts, *frontier(content)):
-        cpu_minutes = row["cpu_seconds"] / 60 if row.get("cpu_seconds") else None
-        minutes = row["seconds"] / 60 if row["seconds"] else cpu_minutes
-        found[row["name"]] = row | {"bytes": row["bytes"] or DENSE_BYTES, "minutes": minutes}
-    return found
-
-
-def choices(content: Content) -> Iterable[Row]:
-    """Ways to prune one model, side by side. A row that is not measured yet is left out."""
-    rows = rows_by_name(content)
-    return [rows[name] | {"name": words} for name, words in SIDE_BY_SIDE.items() if name in rows]
-
-
 def whole_files(content: Content) -> Iterable[Row]:
-    """Every row by the size of its file, with the increase of log perplexity on each text."""
+    """Every row by the size of its file, with the perplexity increase on each text."""
     results = content["results"]
     firsts = {name: next(iter(seeds.values())) for name, seeds in results.items()}
     for name, first in sorted(firsts.items(), key=lambda pair: pair[1]["file_bytes"]):
@@ -94,13 +63,18 @@ def whole_files(content: Content) -> Iterable[Row]:
             "words": in_words(name),
             "megabytes": first["file_bytes"] / 1e6,
             "bytes": first.get("bytes_a_weight"),
-            "increase": first.get("increase", dict.fromkeys(first["perplexity"])),
-            "perplexity": first["perplexity"],
-            "unseen": first.get("unseen"),
-            "worst": first.get("worst"),
+            "percent": percentages(first),
             "peak": first["peak_mb"] / 1000 if "peak_mb" in first else None,
             "cpu_minutes": None if seconds is None else seconds / 60,
         }
+
+
+def percentages(row: Row) -> Row:
+    """The perplexity increase on each text, over all texts that were not calibrated on, and on the worst of them."""
+    if "increase" not in row:
+        return dict.fromkeys([*row["perplexity"], "mean", "worst"])
+    logarithms = row["increase"] | {"mean": row["unseen"], "worst": row["worst"]}
+    return {text: in_percent(value) for text, value in logarithms.items()}
 
 
 def in_words(name: str) -> str:
@@ -119,13 +93,7 @@ BESIDE = "llama.cpp Q4_K_M, matrix"
 def headline(content: Content) -> Row:
     """The dense model, ours, and a rival, in one sentence."""
     rows = {row["name"]: row for row in whole_files(content)}
-    return {"dense": rows["dense"], "ours": in_percent(rows[HEADLINE]), "rival": in_percent(rows[BESIDE])}
-
-
-def in_percent(row: Row) -> Row:
-    """A row with the increases of the perplexity in per cent."""
-    found = {"mean": row["unseen"], "worst": row["worst"], "wikitext2": row["increase"]["wikitext2"]}
-    return row | {"percent": {name: 100 * math.expm1(value) for name, value in found.items()}}
+    return {"dense": rows["dense"], "ours": rows[HEADLINE], "rival": rows[BESIDE]}
 
 
 # What README offers: the goal, the row and the flags.
@@ -140,30 +108,10 @@ SETTINGS = (
 def settings(content: Content) -> Iterable[Row]:
     """Settings of ours, with how much they raise the perplexity. A row that is not measured yet is left out."""
     rows = {row["name"]: row for row in whole_files(content)}
-    empty = dict.fromkeys(("mean", "worst", "wikitext2"))
-    yield rows["dense"] | {"goal": "dense", "command": "", "percent": empty}
+    yield rows["dense"] | {"goal": "dense", "command": ""}
     for goal, name, command in SETTINGS:
         if name in rows:
-            yield in_percent(rows[name]) | {"goal": goal, "command": f"`{command}`"}
-
-
-# What a reader of the results may be after, the row for it, and its name.
-GOALS = (
-    ("", "dense", "dense, bfloat16"),
-    ("almost no loss, bfloat16", "6:8 + rank 16", "6:8 + rank 16, `fast`"),
-    ("half of the weights zero", "4:8 + rank 16", "4:8 + rank 16, `fast`"),
-    ("2:4 kernels, lowest loss", "best", "2:4 + rank 16, `best`"),
-    ("2:4 kernels, less time", "balanced", "2:4 + rank 16, `balanced`"),
-    ("2:4 kernels, no training", "fast", "2:4 + rank 16, `fast`"),
-)
-
-
-def goals(content: Content) -> Iterable[Row]:
-    """What to choose, by goal. A row that is not measured yet is left out."""
-    rows = rows_by_name(content)
-    for goal, name, words in GOALS:
-        if name in rows:
-            yield rows[name] | {"goal": goal, "words": words}
+            yield rows[name] | {"goal": goal, "command": f"`{command}`"}
 
 
 WHOLE_FILES = "whole_files_SmolLM2-135M-Instruct"
@@ -215,14 +163,13 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("", "{words}"),
                 ("whole file, MB", "{megabytes:.1f}"),
                 ("bytes per layer weight", "{bytes:.3f}"),
-                ("*", "{increase[*]:.3f}"),
-                ("mean without C4", "{unseen:.3f}"),
+                ("*", "{percent[*]:.1f} %"),
                 ("CPU minutes", "{cpu_minutes:.1f}"),
             ),
             whole_files,
-            note="SmolLM2-135M-Instruct, off its grid (σ = {off_grid[sigma]}, seed {off_grid[seed]}); increase of log "
-            "perplexity, on {max_tokens} tokens of each text in windows of {window}, in {dtype}; calibrated on "
-            "{samples} × {seqlen} tokens of C4; {where}.",
+            note="SmolLM2-135M-Instruct, off its grid (σ = {off_grid[sigma]}, seed {off_grid[seed]}); calibrated on "
+            "{samples} × {seqlen} tokens of C4. Perplexity increase on {max_tokens} tokens of each text, in windows of "
+            "{window}, in {dtype}; mean and worst are those of the texts other than C4. On {where}.",
         ),
     ),
     "durations": (
@@ -238,37 +185,6 @@ TABLES: dict[str, tuple[Table, ...]] = {
             note="On {where}.",
         ),
     ),
-    "choices": (
-        Table(
-            "frontier",
-            FRONTIER,
-            (
-                ("SmolLM2-135M-Instruct", "{name}"),
-                ("bytes per weight", "{bytes:.3f}"),
-                ("perplexity, WikiText-2", "{perplexity[wikitext2]:.1f}"),
-                ("gap", "{gap:.3f}"),
-                ("minutes", "{minutes:.1f}"),
-            ),
-            choices,
-        ),
-    ),
-    "goals": (
-        Table(
-            "frontier",
-            FRONTIER,
-            (
-                ("if you want", "{goal}"),
-                ("setting", "{words}"),
-                ("bytes per weight", "{bytes:.2f}"),
-                ("perplexity, WikiText-2", "{perplexity[wikitext2]:.1f}"),
-                ("gap", "{gap:.3f}"),
-                ("minutes", "{minutes:.1f}"),
-            ),
-            goals,
-            note="SmolLM2-135M-Instruct, {samples} × {seqlen} calibration tokens of C4. Minutes are processor time; "
-            "`fast`, `balanced` and `best` at 2:4 ran on a slower processor, without AMX.",
-        ),
-    ),
     "frontier": (
         Table(
             "frontier",
@@ -277,7 +193,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("", "{name}"),
                 ("bytes per weight", "{bytes:.3f}"),
                 ("*", "{perplexity[*]:.2f}"),
-                ("gap", "{gap:.3f}"),
+                ("perplexity increase", "{increase:.1f} %"),
             ),
             frontier,
             note=REAL_NOTE,
@@ -291,7 +207,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("", "{words}"),
                 ("bytes per weight", "{bytes:.3f}"),
                 ("*", "{perplexity[*]:.2f}"),
-                ("gap", "{gap:.3f}"),
+                ("perplexity increase", "{increase:.1f} %"),
                 ("CPU minutes", "{cpu_minutes:.1f}"),
                 ("", "{stored}"),
             ),

@@ -181,7 +181,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
         Table(
             "factors",
             "python benchmarks/grids.py factors",
-            (("added to the loss", "{way}"), ("scales", "{scales}"), ("*", "{added[*]:.1f} %")),
+            (("added to the relative error", "{way}"), ("scales", "{scales}"), ("*", "{added[*]:.1f} %")),
             factors,
             note="Geometric means over {layers} layers, rank {rank}, on {where}.",
             facts=lambda content: {"layers": len(next(iter(next(iter(content["losses"].values())).values())))},

@@ -62,19 +62,24 @@ def spelled(setting: str) -> str:
     return f"{pattern} + rank {rank}"
 
 
-def gap(content: Content) -> Iterable[Row]:
-    """What compression costs a model, on average over texts and over calibration seeds, and its ratios."""
+def in_percent(logarithm: float) -> float:
+    """The perplexity increase of a mean of log(perplexity / dense perplexity)."""
+    return 100 * math.expm1(logarithm)
+
+
+def by_draw(content: Content) -> Iterable[Row]:
+    """The perplexity increase by calibration seeds, and its ratios."""
     seeds = [load(path.stem)["results"] for path in seed_files()]
     for setting, runs in content["results"].items():
         dense = runs["dense"]
-        joint, rival = ([log_excess(found[setting][m], dense) for found in seeds] for m in ("joint", "3basil"))
+        joint, rival = ([increase(found[setting][m], dense) for found in seeds] for m in ("joint", "3basil"))
         yield {
             "setting": spelled(setting),
             "joint": mean(joint),
             "rival": mean(rival),
             "ratio": mean(joint) / mean(rival),
             "by_seed": ", ".join(f"{one / other:.2f}" for one, other in zip(joint, rival, strict=True)),
-            "over_hassle_free": log_excess(runs["joint"], dense) / log_excess(runs["hassle-free"], dense),
+            "over_hassle_free": increase(runs["joint"], dense) / increase(runs["hassle-free"], dense),
         }
 
 
@@ -82,9 +87,9 @@ def seed_files() -> list[Path]:
     return sorted(RESULTS.glob("reference_seed*.json"))
 
 
-def log_excess(run: Row, dense: Row) -> float:
-    """The mean over texts of log(perplexity / dense)."""
-    return mean(math.log(found / dense["perplexity"][text]) for text, found in run["perplexity"].items())
+def increase(run: Row, dense: Row) -> float:
+    """The perplexity increase over all texts."""
+    return in_percent(mean(math.log(found / dense["perplexity"][text]) for text, found in run["perplexity"].items()))
 
 
 def over_seeds(seeds: dict[str, Row], field: str) -> float:
@@ -92,22 +97,27 @@ def over_seeds(seeds: dict[str, Row], field: str) -> float:
 
 
 def efforts(content: Content) -> Iterable[Row]:
-    """The gap, and time, of the three efforts and of published methods; and the ratios."""
+    """The perplexity increase, and time, of the three efforts and of published methods; and the ratios."""
     for setting, variants in content["results"].items():
-        gaps, seconds = ({n: over_seeds(v, field) for n, v in variants.items()} for field in ("gap", "cpu_seconds"))
-        ratios = {rival: gaps["best"] / gaps[rival] for rival in ("3basil", "hassle-free")}
-        yield {"setting": setting, "gap": gaps, "seconds": seconds, "ratio": ratios}
+        increases = {name: in_percent(over_seeds(seeds, "gap")) for name, seeds in variants.items()}
+        seconds = {name: over_seeds(seeds, "cpu_seconds") for name, seeds in variants.items()}
+        ratios = {rival: increases["best"] / increases[rival] for rival in ("3basil", "hassle-free")}
+        yield {"setting": setting, "increase": increases, "seconds": seconds, "ratio": ratios}
 
 
 def systems(content: Content) -> Iterable[Row]:
     """Every system by the bytes that it takes."""
     for name, row in sorted(content["results"].items(), key=lambda item: (item[1]["bytes_a_weight"], item[1]["gap"])):
-        yield row | {"name": name, "perplexity": named(row["perplexity"])}
-    blank = dict.fromkeys(["gap", "mean_relative_error"])
+        yield row | {"name": name, "perplexity": named(row["perplexity"]), "increase": in_percent(row["gap"])}
+    blank = dict.fromkeys(["increase", "mean_relative_error"])
     yield {"name": "dense", "bytes_a_weight": 2.0, "perplexity": named(content["dense"]), **blank}
 
 
-EFFORTS = (("gap", "{setting}"), ("*", "{gap[*]:.4f} ({seconds[*]:.0f})"), ("best / *", "{ratio[*]:.2f}"))
+EFFORTS = (
+    ("perplexity increase", "{setting}"),
+    ("*", "{increase[*]:.2f} % ({seconds[*]:.0f})"),
+    ("best / *", "{ratio[*]:.2f}"),
+)
 EFFORTS_NOTE = (
     "Calibrated on {samples} × {seqlen} tokens, perplexity on {max_tokens} tokens per text, CPU seconds in brackets; "
     "seed 0, on {where}."
@@ -152,19 +162,19 @@ TABLES: dict[str, tuple[Table, ...]] = {
             note="Calibrated on {samples} × {seqlen} tokens of C4, seed {seed}, on {where}.",
         ),
     ),
-    "gap": (
+    "draws": (
         Table(
             "reference_model",
             f"python benchmarks/models.py methods {MODEL} --seed N --output benchmarks/results/reference_seedN.json",
             (
-                ("gap", "{setting}"),
-                ("joint", "{joint:.4f}"),
-                ("3basil", "{rival:.4f}"),
+                ("perplexity increase", "{setting}"),
+                ("joint", "{joint:.2f} %"),
+                ("3basil", "{rival:.2f} %"),
                 ("joint / 3basil", "{ratio:.2f}"),
                 ("by seed", "{by_seed}"),
                 ("joint / hassle-free (seed 0)", "{over_hassle_free:.2f}"),
             ),
-            gap,
+            by_draw,
             note="Means over {seeds} seeds.",
             facts=lambda content: {"seeds": len(seed_files())},
         ),
@@ -187,7 +197,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("", "{name}"),
                 ("bytes per weight", "{bytes_a_weight:.3f}"),
                 ("*", "{perplexity[*]:.1f}"),
-                ("gap", "{gap:.4f}"),
+                ("perplexity increase", "{increase:.2f} %"),
                 ("relative error", "{mean_relative_error:.4f}"),
             ),
             systems,

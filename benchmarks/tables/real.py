@@ -7,28 +7,27 @@ from collections.abc import Iterable
 
 from harness.record import geometric_mean, mean
 from tables.engine import Content, Row, Table, load
-from tables.models import MODEL, named, over_seeds
+from tables.models import MODEL, in_percent, named, over_seeds
 
 
 def measured(content: Content, names: Iterable[str]) -> Iterable[Row]:
-    """These rows of a real model, means over their seeds; times over those of `fast`."""
+    """These rows of a real model, means over their seeds."""
     results = content["results"]
     dense = next(iter(results["dense"].values()))["perplexity"]
     for name in names:
         seeds = results[name]
         texts = {text: mean(row["perplexity"][text] for row in seeds.values()) for text in dense}
         found: Row = {"name": name, "perplexity": named(texts), "seeds": len(seeds)}
-        found |= dict.fromkeys(["gap", "bytes", "seconds", "over_fast"]) | {"spread": ""}
+        found |= dict.fromkeys(["gap", "increase", "bytes", "cpu_seconds"]) | {"spread": ""}
         if name != "dense":
             gaps = [gap_of(row["perplexity"], dense) for row in seeds.values()]
-            found |= {"gap": mean(gaps), "bytes": over_seeds(seeds, "bytes_a_weight")}
-            found["spread"] = f" ({min(gaps):.3f} to {max(gaps):.3f})" if len(gaps) > 1 else ""
-        # Some were measured beside other work: their times mean nothing.
-        timed, fast = (
-            [row["seconds"] for row in each.values() if "seconds" in row] for each in (seeds, results.get("fast", {}))
-        )
-        if timed and fast:
-            found |= {"seconds": mean(timed), "over_fast": mean(timed) / mean(fast)}
+            found |= {"gap": mean(gaps), "increase": in_percent(mean(gaps))}
+            found["bytes"] = over_seeds(seeds, "bytes_a_weight")
+            found["by_text"] = named({text: 100 * (texts[text] / dense[text] - 1) for text in dense})
+            if len(gaps) > 1:
+                found["spread"] = f" ({in_percent(min(gaps)):.0f} to {in_percent(max(gaps)):.0f})"
+        if all("cpu_seconds" in row for row in seeds.values()):
+            found["cpu_seconds"] = over_seeds(seeds, "cpu_seconds")
         yield found
 
 
@@ -37,28 +36,37 @@ def gap_of(perplexity: dict[str, float], dense: dict[str, float]) -> float:
     return mean(math.log(perplexity[text] / dense[text]) for text in dense)
 
 
-def real_model(content: Content) -> Iterable[Row]:
-    """The dense model, layers alone, and the published methods."""
-    return measured(content, [name for name in content["results"] if name not in ("balanced", "best")])
-
-
 def two_four(content: Content) -> Iterable[Row]:
-    """The efforts at 2:4, and what lies between them, by the seconds of one thread."""
-    results = content["results"]
-    for row in measured(content, results):
-        if row["name"] == "dense":
-            yield row | {"cpu_seconds": None, "over_fast": None}
-            continue
-        [seconds, fast] = (over_seeds(results[name], "cpu_seconds") for name in (row["name"], "fast"))
-        yield row | {"cpu_seconds": seconds, "over_fast": seconds / fast}
+    """The efforts at 2:4, with their seconds over those of `fast`."""
+    rows = list(measured(content, [name for name in content["results"] if name != "dense"]))
+    [fast] = (row["cpu_seconds"] for row in rows if row["name"] == "fast")
+    return [row | {"over_fast": row["cpu_seconds"] / fast} for row in rows]
+
+
+# The flags of rows at 2:4 + rank 16.
+FLAGS = {
+    "fast": "`--effort fast`",
+    "balanced": "`--effort balanced`",
+    "best": "`--effort best`",
+    "an hour": "`--minutes 60`",
+    "hassle-free, exact step": "`--method hassle-free --low-rank exact`",
+    "sparsegpt": "`--method sparsegpt --rank 0`",
+}
+
+
+def at_two_four(content: Content) -> Iterable[Row]:
+    """The efforts at 2:4 and the published methods, each next to the dense model of its own machine, by their loss."""
+    published = load("real_model")
+    names = [name for name in published["results"] if name not in ("dense", "fast", "balanced", "best")]
+    rows = [*two_four(content), *({"over_fast": None, **row} for row in measured(published, names))]
+    for row in sorted(rows, key=lambda row: row["gap"]):
+        minutes = row["cpu_seconds"] / 60 if row["over_fast"] else None
+        yield row | {"minutes": minutes, "flags": FLAGS.get(row["name"], f"`--method {row['name']}`")}
 
 
 def ablations(content: Content) -> Iterable[Row]:
     """Rows of about equal CPU seconds, without and with a part of `best`."""
-    for row in measured(content, content["results"]):
-        seeds = content["results"][row["name"]]
-        seconds = None if row["name"] == "dense" else over_seeds(seeds, "cpu_seconds")
-        yield row | {"cpu_seconds": seconds}
+    return measured(content, content["results"])
 
 
 def allocations(content: Content) -> Iterable[Row]:
@@ -67,8 +75,8 @@ def allocations(content: Content) -> Iterable[Row]:
     uniform = content["results"]["uniform"]
     for name, row in content["results"].items():
         cost = None if name == "uniform" else row["allocation_seconds"] / uniform["seconds"]
-        gap = gap_of(row["perplexity"], dense["perplexity"])
-        yield {"name": name, "perplexity": named(row["perplexity"]), "gap": gap, "cost": cost}
+        increase = in_percent(gap_of(row["perplexity"], dense["perplexity"]))
+        yield {"name": name, "perplexity": named(row["perplexity"]), "increase": increase, "cost": cost}
 
 
 def estimates(content: Content) -> Row:
@@ -112,15 +120,12 @@ def mixture(content: Content) -> Iterable[tuple[str, Row]]:
     [dense] = content["results"]["dense"].values()
     for name, seeds in content["results"].items():
         gaps = [gap_of(row["perplexity"], dense["perplexity"]) for row in seeds.values()]
-        yield (
-            name,
-            {
-                "perplexity": mean(value for row in seeds.values() for value in row["perplexity"].values()),
-                "gap": mean(gaps) if name != "dense" else None,
-                "least": min(gaps) if name != "dense" else None,
-                "most": max(gaps) if name != "dense" else None,
-            },
-        )
+        perplexity = mean(value for row in seeds.values() for value in row["perplexity"].values())
+        found: Row = {"perplexity": perplexity} | dict.fromkeys(["increase", "least", "most"])
+        if name != "dense":
+            found |= {"increase": in_percent(mean(gaps))}
+            found |= {"least": in_percent(min(gaps)), "most": in_percent(max(gaps))}
+        yield name, found
 
 
 def experts(content: Content) -> Iterable[Row]:
@@ -160,47 +165,33 @@ def family_counts(content: Content) -> Row:
 
 
 REAL_NOTE = (
-    "{model}, calibrated on {samples} × {seqlen} tokens of C4; perplexity in windows of {window} tokens, {max_tokens} "
-    "tokens per text; on {where}."
+    "SmolLM2-135M-Instruct, calibrated on {samples} × {seqlen} tokens of C4; perplexity in windows of {window} tokens, "
+    "{max_tokens} tokens per text; on {where}."
 )
 
-MIXTURE_NOTE = "Means over three seeds, with the smallest and the largest gap; segments of {seqlen} tokens, on {where}."
+MIXTURE_NOTE = (
+    "Means over three seeds, with the smallest and the largest value; segments of {seqlen} tokens, on {where}."
+)
 MIXTURE = (
     ("perplexity", "{perplexity:.2f}"),
-    ("gap", "{gap:.4f}"),
-    ("min gap", "{least:.4f}"),
-    ("max gap", "{most:.4f}"),
+    ("perplexity increase", "{increase:.2f} %"),
+    ("smallest", "{least:.2f} %"),
+    ("largest", "{most:.2f} %"),
 )
 
 TABLES: dict[str, tuple[Table, ...]] = {
-    "real_model": (
-        Table(
-            "real_model",
-            f"python benchmarks/real_model.py rows {MODEL}",
-            (
-                ("2:4 + rank 16", "{name}"),
-                ("*", "{perplexity[*]:.2f}"),
-                ("gap", "{gap:.3f}{spread}"),
-                ("bytes per weight", "{bytes:.3f}"),
-                ("seconds", "{seconds:.0f}"),
-                ("seconds / `fast`", "{over_fast:.1f}"),
-            ),
-            real_model,
-            note=REAL_NOTE,
-        ),
-    ),
     "two_four": (
         Table(
             "two_four",
             f"python benchmarks/real_model.py two-four {MODEL}",
             (
-                ("2:4 + rank 16", "{name}"),
-                ("*", "{perplexity[*]:.2f}"),
-                ("gap", "{gap:.3f}{spread}"),
-                ("CPU seconds", "{cpu_seconds:.0f}"),
-                ("seconds / `fast`", "{over_fast:.2f}"),
+                ("2:4 + rank 16", "{flags}"),
+                ("bytes per weight", "{bytes:.3f}"),
+                ("perplexity increase: *", "{by_text[*]:.0f} %"),
+                ("all three", "{increase:.0f} %{spread}"),
+                ("CPU minutes", "{minutes:.1f}"),
             ),
-            two_four,
+            at_two_four,
             note=REAL_NOTE,
         ),
     ),
@@ -212,11 +203,10 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("2:4 + rank 16", "{name}"),
                 ("CPU seconds", "{cpu_seconds:.0f}"),
                 ("*", "{perplexity[*]:.2f}"),
-                ("gap", "{gap:.3f}{spread}"),
+                ("perplexity increase", "{increase:.1f} %{spread}"),
             ),
             ablations,
-            note="SmolLM2-135M-Instruct, calibrated on {samples} × {seqlen} tokens of C4; perplexity in windows of "
-            "{window} tokens, {max_tokens} tokens per text; on {where}.",
+            note=REAL_NOTE,
         ),
     ),
     "allocations": (
@@ -226,12 +216,12 @@ TABLES: dict[str, tuple[Table, ...]] = {
             (
                 ("allocation", "{name}"),
                 ("*", "{perplexity[*]:.2f}"),
-                ("gap", "{gap:.3f}"),
+                ("perplexity increase", "{increase:.1f} %"),
                 ("seconds of the allocation / `fast`", "{cost:.2f}"),
             ),
             allocations,
-            note="Estimate divided by the exact divergence, over {layers} layers: geometric mean {ratio:.2f}; for four "
-            "fifths of the layers between {low:.2f} and {high:.2f}. The exact divergence is that of {probed} tokens. "
+            note="Estimated KL divided by the exact KL, over {layers} layers: geometric mean {ratio:.2f}; for four "
+            "fifths of the layers between {low:.2f} and {high:.2f}. The exact KL is that of {probed} tokens. "
             + REAL_NOTE,
             facts=estimates,
         ),
@@ -266,7 +256,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("*", "{tasks[*]:.1f}"),
                 ("average", "{average:.1f}"),
                 ("standard error", "{error:.1f}"),
-                ("lost", "{lost:.1f}"),
+                ("below dense", "{lost:.1f}"),
             ),
             zero_shot,
             note="Per cent correct of the first 200 questions of each task, zero-shot, with lm-evaluation-harness; on "

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from tables.engine import Content, Row, Table, where
+from tables.models import in_percent
 
 # The one layer of a size that is really met; all methods are measured on smaller ones.
 WIDEST = "joint 4096x14336 2:4"
@@ -145,7 +146,7 @@ def gguf(content: Content) -> Iterable[Row]:
     firsts: dict[str, str] = {}
     for row in content["rows"]:
         first = firsts.setdefault(row["model"], row["type"]) == row["type"]
-        more = None if first else f"{row['loss_increase']:+.3f} ± {row['standard_error']:.3f}"
+        more = None if first else f"{in_percent(row['loss_increase']):.1f} % ± {100 * row['standard_error']:.1f} %"
         yield row | {"megabytes": row["bytes"] / 1e6, "more": more, "same": None if first else row["same"]}
 
 
@@ -301,7 +302,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("type", "{type}"),
                 ("MB", "{megabytes:.0f}"),
                 ("perplexity", "{perplexity:.2f}"),
-                ("loss over BF16, nats per token", "{more}"),
+                ("perplexity increase over BF16", "{more}"),
                 ("same likeliest token as BF16", "{same:.1%}"),
             ),
             gguf,
