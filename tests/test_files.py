@@ -89,23 +89,33 @@ def test_an_index_beside_one_whole_file_is_left_over(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [("../a.safetensors", "is not the name of a file in the same folder"), ("b.safetensors", "is missing"),
-     ("link.safetensors", "a link out of the folder"), (3, "is missing")],
+     (3, "is missing")],
 )  # fmt: skip
 def test_an_index_names_files_of_its_folder_alone(name, message, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors")
-    (folder / "link.safetensors").symlink_to(tmp_path / "a.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(CheckpointError, match=message):
         weight_files(folder)
 
 
-def test_links_into_the_cache_of_the_hub_are_accepted(tmp_path):
-    folder = tmp_path / "snapshots" / "commit"
-    for made in (folder, tmp_path / "blobs"):
-        made.mkdir(parents=True)
-    save_file({"a": torch.ones(1)}, tmp_path / "blobs" / "hash")
-    (folder / "a.safetensors").symlink_to(tmp_path / "blobs" / "hash")
-    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "a.safetensors"}}))
+@pytest.mark.parametrize("shards", [True, False])
+def test_files_may_be_links(shards, tmp_path):
+    """As in the hub's cache, and in copies of it: to blobs outside the folder."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"a": torch.ones(1)}, tmp_path / "hash")
+    name = "model-00001-of-00001.safetensors" if shards else "model.safetensors"
+    (folder / name).symlink_to(tmp_path / "hash")
+    if shards:
+        (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
     assert stored_tensors(weight_files(folder)).keys() == {"a"}
+
+
+@pytest.mark.parametrize("content", ["{", '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'])
+def test_an_index_that_was_left_behind_does_not_count(content, tmp_path):
+    """Beside a whole model.safetensors, which transformers loads."""
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    (tmp_path / INDEX).write_text(content)
+    assert stored_tensors(weight_files(tmp_path)).keys() == {"a"}

@@ -68,8 +68,7 @@ def weight_map(folder: Path) -> dict[str, Path]:
         empty without an index, or beside a whole model.safetensors, which transformers prefers.
 
     Raises:
-        CheckpointError: the index is damaged, or lists a file that is missing or outside the
-            folder.
+        CheckpointError: the index is damaged, or lists a file that is missing, or by a path.
     """
     index = folder / INDEX
     if (folder / WHOLE).is_file() or not index.is_file():
@@ -88,23 +87,7 @@ def weight_map(folder: Path) -> dict[str, Path]:
             raise CheckpointError(
                 f"{index} lists {name}, but {file} is missing; download or copy it"
             )
-        if not is_inside(file, folder):
-            raise CheckpointError(
-                f"{index} lists {name}, a link out of the folder; put the file itself in its place"
-            )
     return {tensor: folder / str(name) for tensor, name in names.items()}
-
-
-def is_inside(file: Path, folder: Path) -> bool:
-    """Check that a file is in a folder, not a link out of it. In the hub's cache, snapshots consist
-    of links to blobs, which are allowed.
-    """
-    folder = folder.resolve()
-    target = file.resolve()
-    if target.is_relative_to(folder):
-        return True
-    in_cache = folder.parent.name == "snapshots"
-    return in_cache and target.parent == folder.parent.with_name("blobs")
 
 
 def weight_files(folder: Path) -> list[Path]:
