@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
+from transformers.utils import is_sentencepiece_available
 
 from hasslefree.errors import CheckpointError
 from hasslefree.models.load import check_name, loading, no_model
@@ -36,6 +37,12 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
         with tokenizing(name):
             return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except CheckpointError as error:
+        if "tiktoken" in error.message and not is_sentencepiece_available():
+            # transformers tries tiktoken last, and its error hides the first one.
+            raise CheckpointError(
+                f"the tokenizer of {name!r} is a tokenizer.model, which needs a package: `pip"
+                " install sentencepiece protobuf`, or tiktoken if it is of that kind"
+            ) from error
         if Path(name).is_dir() or not isinstance(error.__cause__, Exception):
             raise
         raise no_model(name, error.__cause__) from error
