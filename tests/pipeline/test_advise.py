@@ -326,3 +326,12 @@ def test_sizes(text, size):
 def test_what_is_no_size(text):
     with pytest.raises(BudgetError, match="such as size='150MB'"):
         Size.parse(text)
+
+
+def test_advice_within_inference_mode(text):
+    """Oracle: the same call outside of it."""
+    recipe = Recipe(size="7bits", **QUICK, **text)
+    expected = advise(build("llama"), recipe, tokenizer=words)
+    model = build("llama")
+    with torch.inference_mode():
+        assert advise(model, recipe, tokenizer=words) == expected

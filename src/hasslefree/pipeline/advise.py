@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from hasslefree.allocate.allocation import by_sensitivity
@@ -73,7 +74,11 @@ def advise(
     check_storage(activations)
     target = model.device if isinstance(model, PreTrainedModel) else resolve_device(device)
     phases = Phases(progress)
-    with memory_reused(), tempfile.TemporaryDirectory() as scratch:
+    with (
+        torch.inference_mode(False),
+        memory_reused(),
+        tempfile.TemporaryDirectory() as scratch,
+    ):
         with phases.phase(LOADING):
             name, loaded, tokenizer = open_model(
                 model, recipe.dtype, Path(scratch), tokenizer, trust_remote_code
