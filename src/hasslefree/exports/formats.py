@@ -22,7 +22,6 @@ from hasslefree.exports.template import Template
 from hasslefree.models.blocks import find_blocks, head_unit
 from hasslefree.models.ends import find_ends
 from hasslefree.models.experts import experts_of, fuse_experts, split_experts
-from hasslefree.models.load import auto_class
 from hasslefree.models.sites import find_sites
 from hasslefree.models.unloaded import unloaded_tensors
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
@@ -69,14 +68,19 @@ def summed(layer: SparseLowRankLinear) -> Tensor:
     return whole.to(sparse.dtype)
 
 
+def dense_shapes(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of the same class with dense parameters on the meta device."""
+    with torch.device("meta"):
+        return type(model)._from_config(model.config)
+
+
 def make_plain(model: PreTrainedModel, weight_of: Callable[[SparseLowRankLinear], Tensor]) -> None:
     """Replace every compressed layer one at a time, by one of the original kind with this (out, in)
     weight.
     """
     quantizer: Any = model.hf_quantizer
     quantizer.remove_quantization_config(model)
-    with torch.device("meta"):
-        original = auto_class(model.config).from_config(model.config)
+    original = dense_shapes(model)
     split_experts(original)
     sites = find_sites(original)
     ends = {end.name: end for end in find_ends(original)}
@@ -93,8 +97,7 @@ def make_plain(model: PreTrainedModel, weight_of: Callable[[SparseLowRankLinear]
 
 def make_ends_plain(model: PreTrainedModel) -> None:
     """Replace a compressed embedding and head by dense modules, for a format that has no others."""
-    with torch.device("meta"):
-        original = auto_class(model.config).from_config(model.config)
+    original = dense_shapes(model)
     for end in find_ends(original):
         layer = model.get_submodule(end.name)
         if isinstance(layer, SparseLowRankLinear):

@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.models.auto import modeling_auto
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from hasslefree.errors import CheckpointError, HasslefreeError, ModelError, UnknownNameError, option
 from hasslefree.files import stored_tensors, weight_files
@@ -27,6 +28,8 @@ from hasslefree.validation import Dtype
 # sound.
 CAUSAL: dict[str, str] = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 MULTIMODAL: dict[str, str] = dict(modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
+ADAPTER = "adapter_config.json"
+TRUST_CODE = f"if you trust it, run it with {option('trust_remote_code', True)}"
 DOWNLOAD_AGAIN = "if one of its files is damaged or truncated, download or copy it again"
 
 
@@ -43,6 +46,8 @@ def load_config(name: str, trust_remote_code: bool = False) -> Any:
     with_code = getattr(config, "auto_map", None) or {}
     has_own_class = trust_remote_code and "AutoModelForCausalLM" in with_code
     known = config.model_type in CAUSAL or config.model_type in MULTIMODAL
+    if not known and not has_own_class and "AutoModelForCausalLM" in with_code:
+        raise untrusted_code(name)
     parts = (config, config.get_text_config(decoder=True))
     encodes = any(getattr(part, "is_encoder_decoder", False) for part in parts)
     if encodes or not (known or has_own_class):
@@ -56,7 +61,9 @@ def load_config(name: str, trust_remote_code: bool = False) -> Any:
 
 
 def check_name(name: str) -> None:
-    """Raise a ModelError if a model is a GGUF file, or a path that does not exist."""
+    """Raise a ModelError if a model is a GGUF file, a path that does not exist, or a folder with an
+    adapter.
+    """
     if name.endswith(".gguf"):
         file = Path(name)
         raise ModelError(
@@ -69,6 +76,8 @@ def check_name(name: str) -> None:
         raise ModelError(
             f"{name} is a file; give the folder of a model, with config.json and weights"
         )
+    if (Path(name) / ADAPTER).is_file():
+        raise adapter_alone(name)
     if not Path(name).is_dir() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
         raise ModelError(f"the model folder {name} does not exist; check its path")
 
@@ -89,6 +98,8 @@ def loading(what: str, remedy: str) -> Iterator[None]:
         # Panics of the Rust library tokenizers are no `Exception`.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
+        if wants_trust(error):
+            remedy = TRUST_CODE
         raise CheckpointError(f"{what}: {first_line(error)}; {remedy}") from error
 
 
@@ -96,6 +107,8 @@ def no_model(name: str, error: Exception) -> ModelError:
     """The error for a model that transformers cannot find. error: from transformers, caused by an
     error of the hub.
     """
+    if wants_trust(error):
+        return untrusted_code(name)
     if Path(name).is_dir():
         return ModelError(
             f"no model at {name!r}: {first_line(error)}; give a folder with config.json and weights"
@@ -110,10 +123,42 @@ def no_model(name: str, error: Exception) -> ModelError:
             f"{name!r} is neither a local folder nor a model that you can see on the hub: check the"
             " spelling; if the model is private, run `hf auth login` with a token that can read it"
         )
+    if find_adapter_config_file(name):
+        return adapter_alone(name)
     return ModelError(
         f"{name!r} is no folder here, and as a name on the hub it cannot be loaded:"
         f" {first_line(error).rstrip('.')}; check name and network"
     )
+
+
+def wants_trust(error: BaseException) -> bool:
+    """Say whether transformers refuses to run code that comes with a model."""
+    return "trust_remote_code=True" in str(error)
+
+
+def untrusted_code(name: str) -> ModelError:
+    return ModelError(f"{name} comes with Python code of its own, which is not run; {TRUST_CODE}")
+
+
+def adapter_alone(name: str) -> ModelError:
+    """The error for a folder, or a name on the hub, with an adapter of PEFT."""
+    return ModelError(
+        f"{name} has an adapter, such as a LoRA ({ADAPTER}); merge it into its model first:"
+        f" peft.AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload()"
+        ".save_pretrained(FOLDER), and the same with the tokenizer. If the folder has a model too"
+        " and you want that alone, move the adapter elsewhere"
+    )
+
+
+def refuse_adapters(model: nn.Module) -> None:
+    """Raise a ModelError if a model contains layers of PEFT, such as those of a LoRA."""
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("peft."):
+            raise ModelError(
+                f"{name} is a layer with an adapter (PEFT's {type(module).__name__}); merge it"
+                " first: peft.PeftModel.from_pretrained(MODEL, ADAPTER).merge_and_unload() gives"
+                " the model to compress"
+            )
 
 
 def check_reads_text(name: str, config: Any) -> None:

@@ -9,7 +9,13 @@ from transformers import PreTrainedModel
 from hasslefree.distributed import World
 from hasslefree.errors import CalibrationError, ModelError, option
 from hasslefree.models.experts import split_experts
-from hasslefree.models.load import load_config, load_on_disk, refuse_compressed, resolve_seqlen
+from hasslefree.models.load import (
+    load_config,
+    load_on_disk,
+    refuse_adapters,
+    refuse_compressed,
+    resolve_seqlen,
+)
 from hasslefree.models.tokenizer import load_tokenizer
 
 
@@ -37,6 +43,7 @@ def open_model(
         return name, loaded, tokenizer
     name = model.config._name_or_path or type(model).__name__
     refuse_compressed(model.config, name)
+    refuse_adapters(model)
     if dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
         raise ModelError(
             f"the loaded model is {model.dtype}, but the recipe says {dtype}; cast the model first "
