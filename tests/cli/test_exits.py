@@ -163,5 +163,5 @@ def test_a_tokenizer_of_another_model(tmp_path):
     content["model"]["vocab"] = {word: number + 2048 * (number > 300) for word, number in vocabulary.items()}
     (model / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "t.txt").write_text("import this, and then import that " * 20)
-    with pytest.raises(hasslefree.HasslefreeError, match="ids outside the model's vocabulary"):
+    with pytest.raises(hasslefree.HasslefreeError, match="is outside the model's vocabulary"):
         evaluate(str(model), [str(tmp_path / "t.txt")])

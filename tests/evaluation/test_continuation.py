@@ -1,11 +1,13 @@
 """Continuations of prompts. Oracle, but for errors: transformers' own `generate`, called here without a stream."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hasslefree.demo.run import MODEL
-from hasslefree.errors import BudgetError, PromptError
+from hasslefree.errors import BudgetError, ModelError, PromptError
 from hasslefree.evaluation.continuation import Continuation, Sampling, Writer
 from tests.tiny_models import build, number_tokenizer
 
@@ -81,3 +83,44 @@ def test_a_prompt_is_not_ended():
     closing, open_ended = number_tokenizer("<s> $A </s>"), number_tokenizer("<s> $A")
     texts = [Writer("m", model, tokenizer).write("5 6 7", Sampling(8)).tokens for tokenizer in (closing, open_ended)]
     assert texts[0] == texts[1]
+
+
+def test_a_token_that_the_embedding_lacks_is_named():
+    """Chat templates write tokens that were added to the tokenizer alone."""
+    tokenizer = number_tokenizer()
+    tokenizer.add_tokens(["<|im_start|>"], special_tokens=True)
+    with pytest.raises(
+        ModelError, match=r"token id 64, '<\|im_start\|>', is outside the model's vocabulary \(0 to 63\)"
+    ):
+        Writer("m", build("llama"), tokenizer).write("<|im_start|> 5", Sampling(4))
+
+
+SEARCHES = [
+    {"num_beams": 4}, {"num_beams": 4, "num_return_sequences": 2}, {"penalty_alpha": 0.6, "top_k": 4},
+    {"prompt_lookup_num_tokens": 3}, {"num_beams": 4, "force_words_ids": [[5]]}, {"max_time": 1e-6},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", SEARCHES)
+def test_another_search_is_left_out_with_a_warning(asked, tmp_path, caplog):
+    """Oracle: the same model without these settings."""
+    model = build("llama")
+    model.save_pretrained(tmp_path)
+    number_tokenizer().save_pretrained(tmp_path)
+    expected = Writer.load(str(tmp_path), device="cpu").write("5 6 7", Sampling(8)).tokens
+    assert not caplog.records
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | asked))
+    writer = Writer.load(str(tmp_path), device="cpu")
+    assert writer.write("5 6 7", Sampling(8)).tokens == expected
+    assert all(f"without the {name} " in caplog.text for name in asked if name != "top_k")
+
+
+def test_stop_strings_of_the_model_end_a_text(writer, monkeypatch):
+    """Oracle: the first tokens whose text has one of them."""
+    whole = writer.write(PROMPTS[0], Sampling(32))
+    stop = whole.text.split()[4]
+    monkeypatch.setattr(writer.model.generation_config, "stop_strings", [stop])
+    texts = [writer.tokenizer.decode(whole.tokens[:count]) for count in range(33)]
+    expected = next(count for count, text in enumerate(texts) if stop in text)
+    assert writer.write(PROMPTS[0], Sampling(32)).tokens == whole.tokens[:expected]

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hasslefree.demo.run import MODEL
-from hasslefree.errors import CheckpointError, NonFiniteError, OutputError
+from hasslefree.errors import CheckpointError, ModelError, NonFiniteError, OutputError
 from hasslefree.evaluation.harness import cache_name, leave_open
 from hasslefree.evaluation.run import evaluate
 from hasslefree.evaluation.tasks import TASKS
@@ -232,3 +232,6 @@ def test_a_question_of_a_task_is_not_ended():
     leave_open(lm)
     assert lm._encode_pair("5 6", " 7 8") == ([1, 5, 6], [7, 8])
     assert lm.tok_encode("7 8", add_special_tokens=False) == [7, 8]
+    lm.tokenizer.add_tokens(["64"])
+    with pytest.raises(ModelError, match="token id 64, '64', is outside the model's vocabulary"):
+        lm.tok_encode("7 64")

@@ -9,11 +9,11 @@ from transformers import GenerationConfig
 
 from hasslefree import Recipe, compress
 from hasslefree.demo.run import MODEL
-from hasslefree.errors import CalibrationError
+from hasslefree.errors import CalibrationError, ModelError
 from hasslefree.models.load import load_model, load_on_disk
 from hasslefree.models.tokenizer import load_tokenizer
-from hasslefree.pipeline.self_text import beginning, whole_model, written_segments
-from tests.tiny_models import number_tokenizer
+from hasslefree.pipeline.self_text import beginning, check_writer, whole_model, written_segments
+from tests.tiny_models import build, number_tokenizer
 
 SEQLEN = 48
 
@@ -98,3 +98,12 @@ def test_a_compression_without_any_text(tmp_path):
     report = compress(str(MODEL), tmp_path / "out", recipe)
     assert report.predictions["tokens"] == 64
     assert report.tokens == 128
+
+
+def test_a_template_with_tokens_that_the_embedding_lacks():
+    """Before anything is written: this was an IndexError."""
+    tokenizer = number_tokenizer()
+    tokenizer.add_tokens(["<|im_start|>"], special_tokens=True)
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|> {{ m.content }} {% endfor %}"
+    with pytest.raises(ModelError, match=r"token id 64, '<\|im_start\|>', is outside the model's vocabulary"):
+        check_writer(build("llama"), tokenizer, torch.device("cpu"))

@@ -2,6 +2,8 @@
 write.
 """
 
+import copy
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,15 +14,34 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import TextStreamer
 
 from hasslefree.checkpoint.record import read_record
 from hasslefree.errors import CheckpointError, ModelError, PromptError, option
-from hasslefree.models.load import load_model, loading, most_positions
+from hasslefree.models.calls import replaced
+from hasslefree.models.load import check_ids, load_model, loading, most_positions
 from hasslefree.models.tokenizer import encode, load_tokenizer, surrounding_tokens
 from hasslefree.packed.linear import compressed_layers
 from hasslefree.validation import Checked, Figure, Positive, Seed
+
+logger = logging.getLogger(__name__)
+
+# Settings of a generation_config.json that change how the text is searched, and their values for a
+# text that is written token by token.
+PLAIN: dict[str, Any] = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "num_return_sequences": 1,
+    "constraints": None,
+    "force_words_ids": None,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "use_mtp": False,
+    "prompt_lookup_num_tokens": None,
+    "assistant_early_exit": None,
+    "max_time": None,
+}
 
 
 @dataclass(frozen=True)
@@ -80,7 +101,16 @@ class Writer:
     def load(cls, name: str, **options: Any) -> "Writer":
         """options: the dtype, device and trust_remote_code of `load_model`."""
         tokenizer = load_tokenizer(name, options.get("trust_remote_code", False))
-        return cls(name, load_model(name, **options), tokenizer)
+        model = load_model(name, **options)
+        for setting, value in other_searches(model.generation_config).items():
+            logger.warning(
+                "texts are written token by token, without the %s %r of the generation_config.json"
+                " of %s",
+                setting,
+                value,
+                name,
+            )
+        return cls(name, model, tokenizer)
 
     @property
     def bytes(self) -> int:
@@ -103,6 +133,7 @@ class Writer:
 
         Raises:
             PromptError: the prompt is empty, or too long for the model.
+            ModelError: the prompt has ids outside the model's vocabulary.
         """
         limit = most_positions(self.model)
         if isinstance(prompt, str):
@@ -119,19 +150,36 @@ class Writer:
                 f" follow, but the model takes at most {limit} in total; shorten the prompt, or"
                 f" lower {option('max_new_tokens')}"
             )
+        check_ids(self.model, prompt, self.tokenizer)
         stream = _Stream(self.tokenizer, show)
         ids = prompt.to(self.model.device)
         torch.manual_seed(sampling.seed)
         generate: Any = self.model.generate
-        with loading(
-            f"{self.name} could not write text",
-            "correct its generation_config.json, or download it again",
+        plain = copy.deepcopy(self.model.generation_config)
+        for setting in other_searches(plain):
+            setattr(plain, setting, PLAIN[setting])
+        with (
+            replaced(self.model, "generation_config", plain),
+            loading(
+                f"{self.name} could not write text",
+                "correct its generation_config.json, or download it again",
+            ),
         ):
             generate(
-                ids, attention_mask=torch.ones_like(ids), streamer=stream, **sampling.arguments
+                ids,
+                attention_mask=torch.ones_like(ids),
+                streamer=stream,
+                tokenizer=self.tokenizer,  # which stop_strings need
+                **sampling.arguments,
             )
             text = self.tokenizer.decode(stream.tokens, skip_special_tokens=True)
         return Continuation(text, tuple(stream.tokens), stream.times[-1] - stream.times[0])
+
+
+def other_searches(settings: GenerationConfig | None) -> dict[str, Any]:
+    """The settings of `PLAIN` that ask for another search, by name."""
+    asked = {name: getattr(settings, name, None) for name in PLAIN}
+    return {name: value for name, value in asked.items() if value and value != PLAIN[name]}
 
 
 class _Stream(TextStreamer):

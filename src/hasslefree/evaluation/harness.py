@@ -28,7 +28,7 @@ from hasslefree.checkpoint.record import versions
 from hasslefree.errors import NonFiniteError, OutputError, option
 from hasslefree.evaluation.tasks import load_task
 from hasslefree.models.calls import replaced
-from hasslefree.models.load import DOWNLOAD_AGAIN, loading
+from hasslefree.models.load import DOWNLOAD_AGAIN, check_ids, loading
 from hasslefree.models.tokenizer import surrounding_tokens
 from hasslefree.progress import SCORING, TASK_DATA, Phase, Phases
 
@@ -111,12 +111,15 @@ def evaluate_tasks(
 def leave_open(lm: Any) -> None:
     """Leave out what the tokenizer puts after a text: a question does not end one, and the harness
     takes the tokens of a choice to be those after as many as the question has.
+
+    Ids outside the model's vocabulary are an error.
     """
     _, last = surrounding_tokens(lm.tokenizer)
     encode = lm.tok_encode
 
     def encode_open(*arguments: Any, **options: Any) -> list[int]:
         ids: list[int] = encode(*arguments, **options)
+        check_ids(lm.model, torch.tensor(ids), lm.tokenizer)
         if last and ids[-len(last) :] == last:
             return ids[: -len(last)]
         return ids

@@ -23,7 +23,7 @@ from hasslefree.checkpoint.record import versions
 from hasslefree.errors import CalibrationError, ModelError, NonFiniteError, option
 from hasslefree.evaluation.harness import Scores, evaluate_tasks
 from hasslefree.evaluation.tasks import check_harness, check_tasks
-from hasslefree.models.load import load_model, resolve_seqlen
+from hasslefree.models.load import check_ids, load_model, resolve_seqlen
 from hasslefree.models.probe import sees_later_tokens
 from hasslefree.models.tokenizer import (
     encode,
@@ -273,11 +273,7 @@ def text_perplexity(
         joined = protocol.joiner.join(written(tokenizer, document) for document in documents)
         special_tokens = protocol.special_tokens and not is_rendered(tokenizer, documents[0])
         tokens = encode(tokenizer, joined, max_tokens, special_tokens)
-    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
-    if embeddings is not None and len(tokens) and int(tokens.max()) >= embeddings.num_embeddings:
-        raise ModelError(
-            "the tokenizer has ids outside the model's vocabulary; use the tokenizer of this model"
-        )
+    check_ids(model, tokens, tokenizer)
     result = perplexity(
         model,
         tokens,

@@ -3,13 +3,13 @@
 import inspect
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -123,8 +123,9 @@ def no_model(name: str, error: Exception) -> ModelError:
             f"{name!r} is neither a local folder nor a model that you can see on the hub: check the"
             " spelling; if the model is private, run `hf auth login` with a token that can read it"
         )
-    if find_adapter_config_file(name):
-        return adapter_alone(name)
+    with suppress(OSError, ValueError):  # the name or the network
+        if find_adapter_config_file(name):
+            return adapter_alone(name)
     return ModelError(
         f"{name!r} is no folder here, and as a name on the hub it cannot be loaded:"
         f" {first_line(error).rstrip('.')}; check name and network"
@@ -308,6 +309,30 @@ def most_positions(model: nn.Module) -> int | None:
     if most is None or most < 1:  # XLNet has -1: no limit
         return None
     return most
+
+
+def check_ids(model: nn.Module, tokens: Tensor, tokenizer: Any = None) -> None:
+    """Check that token ids (any shape) are in the vocabulary of a model.
+
+    Args:
+        tokenizer: names the token that is not; None if there is none.
+
+    Raises:
+        ModelError: one is outside.
+    """
+    embeddings: Any = getattr(model, "get_input_embeddings", lambda: None)()
+    if embeddings is None or not tokens.numel():
+        return
+    vocabulary = embeddings.num_embeddings
+    for wrong in (int(tokens.min()), int(tokens.max())):
+        if 0 <= wrong < vocabulary:
+            continue
+        name = "" if tokenizer is None else f", {tokenizer.convert_ids_to_tokens(wrong)!r},"
+        raise ModelError(
+            f"the token id {wrong}{name} is outside the model's vocabulary (0 to {vocabulary - 1});"
+            " use the tokenizer of this model, or give the model rows for its tokens:"
+            " model.resize_token_embeddings(len(tokenizer))"
+        )
 
 
 def resolve_seqlen(model: nn.Module, asked: int | None) -> int:

@@ -10,6 +10,7 @@ from hasslefree.distributed import World
 from hasslefree.errors import CalibrationError, ModelError, option
 from hasslefree.models.experts import split_experts
 from hasslefree.models.load import (
+    check_ids,
     load_config,
     load_on_disk,
     refuse_adapters,
@@ -57,8 +58,8 @@ def check_segments(model: PreTrainedModel, segments: Tensor, world: World) -> No
     """Check calibration segments.
 
     Raises:
-        CalibrationError: they are not (samples, seqlen) tokens of the model, at least one segment
-            per process.
+        CalibrationError: they are not (samples, seqlen) tokens, at least one segment per process.
+        ModelError: they are not tokens of the model.
     """
     has_shape = segments.ndim == 2 and len(segments) >= 1 and segments.shape[1] >= 2
     if not has_shape or segments.is_floating_point():
@@ -72,10 +73,4 @@ def check_segments(model: PreTrainedModel, segments: Tensor, world: World) -> No
             f" {len(segments)}; use fewer processes, or more {option('samples')}"
         )
     resolve_seqlen(model, segments.shape[1])
-    embeddings: Any = model.get_input_embeddings()
-    vocabulary = embeddings.num_embeddings
-    if segments.min() < 0 or segments.max() >= vocabulary:
-        raise CalibrationError(
-            "the calibration segments contain token ids outside the model's vocabulary (0 to"
-            f" {vocabulary - 1}); use the tokenizer of this model"
-        )
+    check_ids(model, segments)

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hasslefree.errors import CalibrationError, MemoryShortError, option
 from hasslefree.models.calls import replaced
-from hasslefree.models.load import load_model
+from hasslefree.models.load import check_ids, load_model
 from hasslefree.models.tokenizer import encode, rendered, surrounding_tokens
 from hasslefree.planning.machine import free_memory
 from hasslefree.units import size
@@ -42,7 +42,7 @@ def whole_model(model: PreTrainedModel, device: torch.device) -> PreTrainedModel
 
 def check_writer(model: PreTrainedModel, tokenizer: Any, device: torch.device) -> None:
     """Raise an error if a model cannot write its own text: see `beginning` and `check_memory`."""
-    beginning(tokenizer)
+    check_ids(model, torch.tensor(beginning(tokenizer)), tokenizer)
     if is_on_disk(model):
         check_memory(model, device)
 
