@@ -156,7 +156,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
             "python benchmarks/layers.py growth",
             (("size", "{size}²"), ("seconds", "{seconds:.2f}")),
             lambda content: content["rows"],
-            note="The exponent of a power law is {exponent:.2f}, on {where}.",
+            note="The time grows like width^{exponent:.2f}, on {where}.",
         ),
     ),
     "quantised": (

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from tables.engine import Content, Row, Table, where
+from tables.engine import Content, Row, Table, load, where
 from tables.models import in_percent
 
 # The one layer of a size that is really met; all methods are measured on smaller ones.
@@ -66,11 +66,35 @@ def inference(content: Content) -> Iterable[Row]:
             }
 
 
-def generation(content: Content) -> Iterable[Row]:
-    """The ways of each model; memory was not measured where a model is loaded twice."""
-    for model, rows in content["models"].items():
-        for row in rows:
-            yield {"megabytes": None, **row, "model": model}
+# Of each result file, the flags of the folders by their model. Prompts ran otherwise at the time of the last one.
+WRITERS = {
+    "generation_quantised": {"smollm2": "SmolLM2-135M: `--size 5.2bits`"},
+    "generation": {"smollm2": "SmolLM2-135M: `--pattern 2:4 --rank 16`"},
+    "generation_one_thread": {
+        "smollm2": "SmolLM2-135M: `--pattern 2:4 --rank 16`",
+        "random": "Llama-3.2-1B, random: `--pattern 2:4 --rank 64`",
+    },
+    "generation_four_bits": {
+        "smollm2": "SmolLM2-135M: `--bits 4 --rank 16`",
+        "random": "Llama-3.2-1B, random: `--bits 4 --rank 16`",
+    },
+}
+
+
+def generation(_content: Content) -> Iterable[Row]:
+    """The compressed models of all files, each next to the dense one of the same run."""
+    for file, flags in WRITERS.items():
+        found = load(file)
+        cpu = f"{found['machine']['processor']}, {found['machine']['threads']}"
+        for model, (dense, *ways) in found["models"].items():
+            for way in ways:
+                row = {"megabytes": None, **way, "dense": dense, "cpu": cpu, "flags": flags[model.partition(",")[0]]}
+                if way["way"] == "unpacked":
+                    row["flags"] += ", unpacked"
+                if file == "generation_four_bits":
+                    row["prompt_over_dense"] = None
+                if "4 blocks" not in model:
+                    yield row
 
 
 def backends(content: Content) -> Iterable[Row]:
@@ -90,25 +114,6 @@ def written_faster(content: Content) -> Row:
     """The packed model beside the dense one, where the model is a real one."""
     found = {row["way"]: row for row in content["models"]["smollm2"]}
     return found["packed"] | {"dense": found["dense"]["megabytes"]}
-
-
-def writing(file: str) -> Table:
-    """The table of what models write and read, from results of one machine."""
-    return Table(
-        file,
-        f"{INFERENCE} generate --output benchmarks/results/{file}.json",
-        (
-            ("{model}", "{way}"),
-            ("tokens per second", "{tokens_a_second:.1f}"),
-            ("decode speed vs dense", "{tokens_over_dense:.2f}"),
-            ("seconds for a prompt", "{prompt_seconds:.2f}"),
-            ("prompt speed vs dense", "{prompt_over_dense:.2f}"),
-            ("MB loaded", "{megabytes:.0f}"),
-        ),
-        generation,
-        split="model",
-        note="One text at a time, in bfloat16; prompts of {prompt} tokens; {clock} clock. On {where}.",
-    )
 
 
 def products(file: str) -> Table:
@@ -216,7 +221,25 @@ TABLES: dict[str, tuple[Table, ...]] = {
     ),
     "inference": (products("inference"),),
     "inference_amx": (products("inference_amx"),),
-    "generation": (writing("generation"),),
+    "generation": (
+        Table(
+            "generation",
+            f"{INFERENCE} generate --output benchmarks/results/generation.json",
+            (
+                ("model: flags", "{flags}"),
+                ("CPU, threads", "{cpu}"),
+                ("tokens per second", "{tokens_a_second:.1f}"),
+                ("of the dense model", "{dense[tokens_a_second]:.1f}"),
+                ("decode speed / dense", "{tokens_over_dense:.2f}"),
+                ("prompt speed / dense", "{prompt_over_dense:.2f}"),
+                ("MB loaded", "{megabytes:.0f}"),
+                ("of the dense model", "{dense[megabytes]:.0f}"),
+            ),
+            generation,
+            note="One text at a time, in bfloat16; prompts of {prompt} tokens; torch {machine[torch]}, transformers "
+            "{machine[transformers]}. One thread: processor time; two threads: wall time.",
+        ),
+    ),
     "written_faster": (
         Table(
             "generation",
@@ -228,8 +251,6 @@ TABLES: dict[str, tuple[Table, ...]] = {
             facts=written_faster,
         ),
     ),
-    "generation_one_thread": (writing("generation_one_thread"),),
-    "generation_quantised": (writing("generation_quantised"),),
     "quantised_faster": (
         Table(
             "generation_quantised",
@@ -240,7 +261,6 @@ TABLES: dict[str, tuple[Table, ...]] = {
             facts=quantised_faster,
         ),
     ),
-    "generation_four_bits": (writing("generation_four_bits"),),
     "loaded": (
         Table(
             "loaded",
