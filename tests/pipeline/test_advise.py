@@ -120,7 +120,7 @@ def probed(weight, x, gradients, grid):
 
 
 def test_what_bits_and_ranks_lose():
-    """Oracle: tr(R H Rᵀ) of the rounded weight less its singular values, by the mean divergence for it, in float64."""
+    """Oracle: tr(R H Rᵀ) of the rounded weight less its singular values, by the divergence for it, in float64."""
     x = torch.randn(200, 32) @ (torch.eye(32) + 0.2 * torch.randn(32, 32))
     weight, gradients = torch.randn(24, 32), torch.randn(200, 24)
     grid = Grid(4, 16, offset=True)
@@ -128,21 +128,21 @@ def test_what_bits_and_ranks_lose():
     plan = LayerPlan.of((24, 32), DENSE, 0, torch.bfloat16, grid)
     resolved = Recipe(size="6bits", **QUICK).resolve(with_text=False)
     options, sensitivity = grid_options(layer, plan, resolved)
-    rates, errors, root = [], {}, torch.linalg.cholesky(gram.matrix.double())
+    errors, root = {}, torch.linalg.cholesky(gram.matrix.double())
     for bits in (2, 3, 4, 5, 6, 8):
         each = dataclasses.replace(grid, bits=bits)
         change = (weight - layer.changed(DENSE, each)).double()
         errors[each] = torch.linalg.svdvals(change @ root).square()
-        rates.append(float(((x.double() @ change.T) * gradients).sum(1).square().mean() / 2 / errors[each].sum()))
-    assert sensitivity == pytest.approx(
-        sum(rates) / 6 * float(errors[dataclasses.replace(grid, bits=2)].sum()), rel=1e-3
-    )
+    change = (weight - layer.changed(DENSE, grid)).double()
+    by_output = (x.double() @ change.T) * gradients
+    rate = float(by_output.square().sum(1).mean() / 2 / errors[grid].sum())
+    assert sensitivity == pytest.approx(rate * float(errors[dataclasses.replace(grid, bits=2)].sum()), rel=1e-3)
     choice = LayerChoice(options, sensitivity)
     for each, values in errors.items():
         for rank in (0, 8, 16):
             share = 1 - float(errors[grid][:rank].sum() / errors[grid].sum())
             found = choice.loss(LayerPlan.of((24, 32), DENSE, rank, torch.bfloat16, each))
-            assert found == pytest.approx(sum(rates) / 6 * float(values.sum()) * share, rel=1e-3)
+            assert found == pytest.approx(rate * float(values.sum()) * share, rel=1e-3)
     ladder = options.ladders["plan"]
     steps = [options.plan({"plan": step}) for step in range(len(ladder.gains) + 1)]
     assert [later.size - one.size for one, later in itertools.pairwise(steps)] == ladder.cost.tolist()
@@ -150,6 +150,19 @@ def test_what_bits_and_ranks_lose():
     assert [one - later for one, later in itertools.pairwise(losses)] == pytest.approx(ladder.gains.tolist())
     assert all(each.size <= each.dense_size for each in steps)
     assert (steps[0].grid.bits, steps[0].rank) == (2, 0)
+
+
+def test_errors_on_grids_are_estimated_from_some_rows():
+    """Oracle: the errors of all rows, which the rest of the rows follow up to chance."""
+    grid = Grid(4, 16, offset=True)
+    weight, x = torch.randn(2048, 32), torch.randn(200, 32)
+    layer, gram = probed(weight, x, torch.randn(200, 2048), grid)
+    plan = LayerPlan.of((2048, 32), DENSE, 0, torch.bfloat16, grid)
+    options, _ = grid_options(layer, plan, Recipe(size="6bits", **QUICK).resolve(with_text=False))
+    coarse, fine = (dataclasses.replace(grid, bits=bits) for bits in (2, 6))
+    all_rows = [gram.loss(weight - layer.changed(DENSE, each)) for each in (coarse, fine)]
+    found = options.losses[fine][0] / options.losses[coarse][0]
+    assert float(found) == pytest.approx(all_rows[1] / all_rows[0], rel=0.05)
 
 
 def test_a_layer_on_a_grid_gets_the_bits_of_that_grid():

@@ -25,6 +25,10 @@ MOST = 2.0
 RANKS = 128
 # Non-zeros move in this number of steps between the two shares.
 NONZERO_STEPS = 256
+# Rows whose errors on a grid stand for those of all rows.
+ROWS = 256
+# The share of the error of the fewest bits up to which a grid has none.
+NO_ERROR = 1e-6
 
 
 class Options(Protocol):
@@ -198,9 +202,9 @@ def grid_options(
 ) -> tuple[GridOptions, float]:
     """Find what bits and ranks leave of a layer's sensitivity to rounding.
 
-    In a model with attention sinks, few tokens decide how much a layer matters. The divergence for
-    an error in the norm of H is therefore the mean over the grids. Each rank undoes nearly the same
-    share of the error on all of them, so that the spectrum of one grid serves for all.
+    The error on each grid is that of some rows. All rows are rounded to the uniform grid alone,
+    for the divergence of an error and for the share of it that each rank undoes: both are nearly
+    the same on all grids.
 
     Args:
         plan: the uniform one, on one of the grids.
@@ -209,22 +213,19 @@ def grid_options(
     Returns:
         The options, and the layer's sensitivity to the fewest bits without L.
     """
-    uniform_grid = plan.grid
-    assert uniform_grid is not None
+    assert plan.grid is not None
     grids = grids_like(plan, resolved.grids, resolved)
     ranks = _ranks(plan, resolved.rank_on_grids)
-    errors: dict[Grid, float] = {}
-    rates: list[float] = []
-    for grid in grids:
-        rounded = layer.changed(plan.kept, grid)
-        residual = layer.weight.to(rounded.dtype) - rounded
-        if grid == uniform_grid:
-            spectrum, _ = rank_gains(residual, layer.gram, ranks[-1])
-        errors[grid] = layer.gram.loss(residual)
-        rates.append(layer.divergence(rounded) * reciprocal(errors[grid]))
-    shares = spectrum.cpu().double().cumsum(0) * reciprocal(errors[uniform_grid])
+    errors = _errors(layer, plan, grids)
+    most = errors[grids[0]]
+    whole = plan.grid
+    if errors[whole] <= NO_ERROR * most:  # the weights lie on it, as those of a quantised model
+        whole = grids[0]
+    rounded = layer.changed(plan.kept, whole)
+    spectrum, error = rank_gains(layer.weight.to(rounded.dtype) - rounded, layer.gram, ranks[-1])
+    rate = layer.divergence(rounded, rows_independent=True) * reciprocal(error)
+    shares = spectrum.cpu().double().cumsum(0) * reciprocal(error)
     undone = torch.cat([torch.zeros(1, dtype=torch.float64), shares])
-    most = errors[grids[0]]  # the weights may lie on the finer grids, where there is no error
     losses = {grid: (1 - undone) * error * reciprocal(most) for grid, error in errors.items()}
     plans: list[LayerPlan] = []
     for grid in grids:
@@ -234,7 +235,18 @@ def grid_options(
                 candidate = dataclasses.replace(plan, grid=grid, rank=rank, factor_bits=bits)
                 if candidate.size <= candidate.dense_size:
                     plans.append(candidate)
-    return GridOptions(plans, losses).best(), most * sum(rates) / len(rates)
+    return GridOptions(plans, losses).best(), most * rate
+
+
+def _errors(layer: ProbedLayer, plan: LayerPlan, grids: Sequence[Grid]) -> dict[Grid, float]:
+    """tr(E H Eᵀ) of the error on each grid, estimated from some rows."""
+    sample = layer.sample(ROWS)
+    share = len(layer.weight) / len(sample.weight)
+    errors: dict[Grid, float] = {}
+    for grid in grids:
+        rounded = sample.changed(plan.kept, grid)
+        errors[grid] = share * layer.gram.loss(sample.weight.to(rounded.dtype) - rounded)
+    return errors
 
 
 def grids_like(plan: LayerPlan, grids: Sequence[Grid], resolved: Resolved) -> list[Grid]:

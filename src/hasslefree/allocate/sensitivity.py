@@ -14,7 +14,7 @@ its inputs, which are kept: never more than one block is in memory.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -263,17 +263,29 @@ class ProbedLayer:
             return None
         return (squares / mean).clamp_min(LEAST_WEIGHT).to(self.gram.matrix.dtype)
 
-    def divergence(self, changed: Tensor) -> float:
+    def sample(self, rows: int) -> "ProbedLayer":
+        """Some of its outputs, evenly spaced, without gradients."""
+        count = len(self.weight)
+        chosen = torch.linspace(0, count - 1, min(rows, count)).long()
+        return replace(self, weight=self.weight[chosen.to(self.weight.device)], gradients=None)
+
+    def divergence(self, changed: Tensor, rows_independent: bool = False) -> float:
         """The estimated mean KL(dense ‖ changed) a token, in nats, for another weight (out, in); 0
         without gradient.
+
+        rows_independent: the errors of two outputs are independent, as those of rounding. Their
+            products, which are 0 on average, are left out: in a model with attention sinks, few
+            tokens decide the sum, and chance would not cancel.
         """
         if self.gradients is None:
             return 0.0
         change = (self.weight.to(self.gram.matrix.dtype) - changed).T
         output_change = self.inputs.to(change.dtype) @ change
-        # g_tᵀ ΔW x_t of each token t.
-        first_order = output_change.mul_(self.gradients).sum(-1).to(widest_dtype(change.device))
-        local = first_order.square().sum().item()
+        # Of each token t, (g_t)_o (ΔW x_t)_o by output o; over outputs they sum to g_tᵀ ΔW x_t.
+        first_order = output_change.mul_(self.gradients)
+        if not rows_independent:
+            first_order = first_order.sum(-1)
+        local = first_order.square().sum(dtype=widest_dtype(change.device)).item()
         divergence = 0.5 * self.world.total(local, first_order.device) / self.tokens
         if not math.isfinite(divergence):
             raise NonFiniteError(
