@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
-from transformers.utils import is_sentencepiece_available
+from transformers.utils.import_utils import is_sentencepiece_available
 
 from hasslefree.errors import CheckpointError
 from hasslefree.models.load import check_name, loading, no_model
