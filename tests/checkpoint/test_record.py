@@ -35,7 +35,8 @@ def test_a_summary_by_hand():
         LayerRecord(name, LayerSpec("2:4", (4, 8), 2, 16), error, error, 1.0, bytes=500, dense_bytes=1000)
         for name, error in {"a.q": 0.012, "b.<i>": 0.4, "c.q\x1b": 0.003, "d.q": 0.0001}.items()
     )
-    held_out = {"dense": 22.704, "compressed": 25.1, "segments": 8}
+    kl = {"mean": 0.0123, "median": 0.004, "percentile_99": 0.2, "same_top_token": 0.9753}
+    held_out = {"dense": 22.704, "compressed": 25.1, "segments": 8, "kl": kl}
     report = Record("m", {"calibration": "c4"}, "", {}, "cpu", "float32", 512, 8, 660.0, layers, held_out=held_out)
     report = dataclasses.replace(report, other_bytes=2000)
     assert report.summary().splitlines() == [
@@ -44,11 +45,18 @@ def test_a_summary_by_hand():
         "perplexity         22.70 → 25.10 (+10.6 %)",
         "                   on 8 × 512 held-out tokens of the calibration text;",
         "                   text of other kinds may lose more",
+        "KL from dense      mean 0.012, 99th percentile 0.2 nats; same top token 97.5 %",
         "lost most          40 % of the output of b.<i>",
         "                   1.2 % of the output of a.q",
         r"                   0.3 % of the output of c.q\x1b",
         "time               11 min",
     ]
+    for older in ({"kl": None}, {}):
+        old = dataclasses.replace(report, held_out=held_out | older)
+        if not older:
+            del old.held_out["kl"]
+        assert Record.from_dict(json.loads(old.to_json())).held_out == old.held_out
+        assert "KL" not in old.summary()
     page = report._repr_html_()
     assert "<td>22.70 → 25.10 (+10.6 %)<br>on 8 × 512 held-out" in page
     assert "b.&lt;i&gt;<br>" in page

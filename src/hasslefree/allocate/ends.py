@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from hasslefree.allocate.options import GridOptions, LayerChoice, grids_like, reciprocal
-from hasslefree.allocate.sensitivity import TOKENS, probe_method
+from hasslefree.allocate.sensitivity import probe_method
 from hasslefree.core.gram import Gram, working_dtype
 from hasslefree.core.grids import Grid
+from hasslefree.core.predictions import kl_by_token
 from hasslefree.distributed import World
 from hasslefree.models.activations import Activations
 from hasslefree.models.calibrate import MomentSums, widest_dtype
@@ -115,8 +115,7 @@ class EndProbe:
         watching = hooks([find_site(walk.model, head.head).on_input(take)])
         with torch.no_grad(), watching, values_replaced(walk.model, values):
             changed = logits_of(walk.model, walk.blocks, walk.calls, segment, states)
-        for before, after in zip(logits.split(TOKENS), changed.split(TOKENS), strict=True):
-            self.divergence_of_head += divergence(before.detach(), after)
+        self.divergence_of_head += kl_by_token(logits.detach(), changed).sum().item()
 
     def at_embedding(self, segments: Tensor, gradients: Activations) -> None:
         """Measure the divergence for the rounded embedding.
@@ -202,11 +201,3 @@ def with_look_ups(gram: Gram, look_ups: float) -> Gram:
     matrix = gram.matrix.clone()
     matrix.diagonal().add_(look_ups)
     return Gram(matrix, gram.tokens)
-
-
-def divergence(before: Tensor, after: Tensor) -> float:
-    """The sum over rows of KL(before ‖ after), in nats, for logits (rows, vocabulary)."""
-    dtype = working_dtype(before)
-    expected = F.log_softmax(before.to(dtype), -1)
-    found = F.log_softmax(after.to(dtype), -1)
-    return F.kl_div(found, expected, reduction="sum", log_target=True).item()

@@ -10,11 +10,12 @@ import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NotRequired, Self
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from hasslefree.core.predictions import Comparison, quantile
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import CheckpointError, option
 from hasslefree.escaping import escaped
@@ -24,7 +25,7 @@ from hasslefree.progress import PhaseTime
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.texts.shares import MIXED
 from hasslefree.units import duration, size
-from hasslefree.validation import Count, Figure, InvalidError, validated
+from hasslefree.validation import Count, Figure, InvalidError, Share, validated
 
 # A number that JSON holds.
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -111,14 +112,28 @@ class PredictionRecord(TypedDict):
     tokens: Count
 
 
+class KLRecord(TypedDict):
+    """KL(dense ‖ compressed) of the predictions after each token of a text, in nats.
+
+    percentile_99: 99 % of the tokens have less. same_top_token: the share of the tokens after which
+        both models find the same token most probable.
+    """
+
+    mean: Figure
+    median: Figure
+    percentile_99: Figure
+    same_top_token: Share
+
+
 class HeldOutRecord(TypedDict):
     """Perplexities on text that nothing has read; None if not finite. segments: each of the
-    record's seqlen tokens.
+    record's seqlen tokens. kl: on the same tokens; None if it is not finite.
     """
 
     dense: Figure | None
     compressed: Figure | None
     segments: Count
+    kl: NotRequired[KLRecord | None]
 
 
 @dataclass(frozen=True)
@@ -210,6 +225,9 @@ class Record:
             "compressed layers": shrunk(self.dense_bytes, self.stored_bytes),
             "perplexity": perplexities(self),
         }
+        kl = self.held_out.get("kl") if self.held_out else None
+        if kl is not None:
+            rows["KL from dense"] = kl_in_words(kl)
         if self.held_out_code:
             rows["on code"] = perplexity_of_code(self, self.held_out_code)
         worst = sorted(self.layers, key=lambda layer: -layer.relative_error)[:LOST_MOST]
@@ -342,6 +360,28 @@ def rise(measured: HeldOutRecord) -> str:
     if before and after:
         return f"{values} ({100 * (after / before - 1):+.1f} %)"
     return values
+
+
+def kl_record(comparison: Comparison) -> KLRecord | None:
+    """Summarise a comparison; None if there is nothing in it, or NaN."""
+    if not comparison.kl:
+        return None
+    ascending = comparison.sorted()
+    if not ascending.isfinite().all():
+        return None
+    return KLRecord(
+        mean=ascending.mean().item(),
+        median=quantile(ascending, 0.5),
+        percentile_99=quantile(ascending, 0.99),
+        same_top_token=comparison.same / len(ascending),
+    )
+
+
+def kl_in_words(kl: KLRecord) -> str:
+    return (
+        f"mean {kl['mean']:.2g}, 99th percentile {kl['percentile_99']:.2g} nats;"
+        f" same top token {100 * kl['same_top_token']:.1f} %"
+    )
 
 
 def tokens_of(report: Record, measured: HeldOutRecord) -> str:

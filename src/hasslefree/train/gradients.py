@@ -8,17 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from hasslefree.core.gram import working_dtype
+from hasslefree.core.predictions import ENTRIES, finite_log_softmax
 from hasslefree.distributed import World
 from hasslefree.models.activations import Activations
 from hasslefree.models.calls import BlockCall, hooks
 from hasslefree.models.precision import computing
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers, unpacked_once
 
-# Entries of logits that are in float32 at a time.
-ENTRIES = 2**20
 # The least D of an input, over that of all inputs of the layer.
 LEAST_SCALE = 1e-3
 
@@ -54,14 +52,6 @@ class Divergence(torch.autograd.Function):
     def backward(ctx: Any, *outer: Tensor) -> tuple[None, Tensor]:
         [gradient] = ctx.saved_tensors
         return None, gradient * outer[0].to(gradient.dtype)
-
-
-def finite_log_softmax(logits: Tensor) -> Tensor:
-    """In the working dtype. A model may rule tokens out with logits of −∞: their probability is
-    exactly zero.
-    """
-    logarithms = F.log_softmax(logits.to(working_dtype(logits)), -1)
-    return logarithms.clamp_min_(torch.finfo(logarithms.dtype).min)
 
 
 class BlockGraph:
