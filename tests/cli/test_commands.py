@@ -131,13 +131,24 @@ def test_evaluate(compressed, monkeypatch, capsys, tmp_path):
     increase = 100 * (row["perplexity"] / before["perplexity"] - 1)
     for shown in (f"{row['perplexity']:.3f}", f"{before['perplexity']:.3f}", f"{increase:+.1f} %"):
         assert shown in text
+    kl = row["kl"]
+    assert 0 < kl["median"] < kl["mean"] < kl["percentile_99"]
+    assert "kl" not in before
+    assert f"KL divergence from {MODEL}" in text.replace("\n", "")
+    line = [f"{kl[name]:.3g}" for name in ("mean", "median", "percentile_99")]
+    line += [f"{100 * kl['same_top_token']:.2f}", "%"]
+    assert re.search(" +".join(map(re.escape, line)), text)
 
 
 def test_results_are_kept_if_the_dense_model_cannot_be_measured(compressed, monkeypatch, capsys, tmp_path):
     shutil.copytree(MODEL, tmp_path / "dense")
     (tmp_path / "dense" / "model.safetensors").unlink()
     words = ["evaluate", compressed[0], "--perplexity", HELD_OUT, "--max-tokens", "128", "--seqlen", "64"]
-    code, text = run(monkeypatch, capsys, *words, "--dense", tmp_path / "dense", "--output", tmp_path / "results.json")
+    words += ["--dense", tmp_path / "dense", "--output", tmp_path / "results.json"]
+    code, text = run(monkeypatch, capsys, *words)
+    assert code != 0
+    assert not (tmp_path / "results.json").exists(), "side by side, both are loaded first"
+    code, text = run(monkeypatch, capsys, *words, "--no-kl")
     assert code != 0
     measured = json.loads((tmp_path / "results.json").read_text())["perplexity"][str(HELD_OUT)]["perplexity"]
     assert f"perplexity of {compressed[0]} on {HELD_OUT}: {measured:.3f}" in text.replace("\n", "")
@@ -155,6 +166,23 @@ def test_the_dense_model_of_evaluate(dense, said, compressed, monkeypatch, capsy
     assert code == 0, text
     assert ('"dense"' in text) == (dense == MODEL)
     assert said is None or said in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--dense", "none"], "--kl needs the dense model; name one with --dense"),
+        ([], "has no compression.json, which would name the dense model; give that with --dense"),
+        (["--dense", MODEL, "--no-kl"], None),
+    ],
+)
+def test_kl_that_is_asked_for_or_not(words, said, monkeypatch, capsys):
+    """Of a dense model, which has none by itself."""
+    words = ["evaluate", MODEL, "--perplexity", HELD_OUT, "--max-tokens", "64", "--json", "--kl", *words]
+    code, text = run(monkeypatch, capsys, *words)
+    assert code == (2 if said else 0), text
+    assert (said or '"dense"') in text.replace("\n", " ")
+    assert '"kl"' not in text
 
 
 def test_a_recipe_and_options_that_win_over_it(monkeypatch, capsys, tmp_path):
@@ -225,6 +253,7 @@ def test_other_mistakes(monkeypatch, capsys, tmp_path):
         (["inspect", MODEL, "--output", tmp_path], "is a folder"),
         (["evaluate", MODEL], "name at least one text or task"),
         (["evaluate", MODEL, "--perplexity", HELD_OUT, "--output", "/none/r.json"], "does not exist"),
+        (["evaluate", MODEL, "--tasks", "piqa", "--kl"], "--kl compares predictions on texts; name one"),
         (["evaluate", MODEL, "--perplexity", HELD_OUT, "--seqlen", "1"], "--seqlen"),
         (["evaluate", MODEL, "--perplexity", HELD_OUT, "--max-tokens", "-5"], "--max-tokens"),
     ]:

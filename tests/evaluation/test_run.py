@@ -3,15 +3,17 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig
 
 import hasslefree
 from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL
-from hasslefree.errors import ArgumentError, ModelError
+from hasslefree.errors import ArgumentError, ModelError, NonFiniteError
 from hasslefree.evaluation.run import check_causal, evaluate, text_perplexity
 from hasslefree.progress import Phases
 from hasslefree.texts.hub import Protocol
@@ -29,7 +31,9 @@ def test_an_evaluation_takes_its_dtype_and_window():
     row = found["perplexity"][f"{CALIBRATION}[:1]"]
     assert row.pop("protocol") == dataclasses.asdict(Protocol())
     assert row.pop("first_tokens") == []
-    assert row == pytest.approx(dataclasses.asdict(expected), rel=1e-5)
+    expected = dataclasses.asdict(expected)
+    assert expected.pop("dense") is expected.pop("kl") is None
+    assert row == pytest.approx(expected, rel=1e-5)
 
 
 FIELDS = {"wikitext2": "text", "ptb": "sentence", "c4": "text"}
@@ -136,6 +140,81 @@ def test_the_flag_gives_the_windows_of_sparsegpt(tmp_path):
     assert [row["protocol"]["first_token"] for row in rows] == [True, False]
     assert rows[0]["scored"] == rows[1]["scored"]
     assert rows[0]["perplexity"] != rows[1]["perplexity"]
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """A model, one with a little noise in its weights, and a text whose last window is shorter."""
+    model = build("llama")
+    model.get_output_embeddings().weight.data *= 30  # else all predictions are nearly uniform
+    for name in ("dense", "changed"):
+        model.save_pretrained(tmp_path / name)
+        number_tokenizer("<s> $A").save_pretrained(tmp_path / name)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in model.parameters():
+            parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
+    (tmp_path / "t.txt").write_text(" ".join(map(str, segments(1, 103)[0].tolist())))
+    return str(tmp_path / "changed"), str(tmp_path / "dense"), str(tmp_path / "t.txt")
+
+
+def options(**more):
+    return {"seqlen": 16, "device": "cpu", "dtype": "float32"} | more
+
+
+def test_kl_is_measured_on_the_tokens_of_the_perplexity(pair):
+    """Oracle: both models in float64 from transformers, the windows by hand, the definition by numpy."""
+    changed, dense, text = pair
+    found = evaluate(changed, [text], dense=dense, batch=3, **options())
+    models = [AutoModelForCausalLM.from_pretrained(name, dtype=torch.float64) for name in (dense, changed)]
+    tokens = torch.tensor(AutoTokenizer.from_pretrained(dense)(Path(text).read_text())["input_ids"])
+    kl, same = [], []
+    for window in tokens.split(16):
+        window[0] = 1
+        with torch.no_grad():
+            p, q = (model(input_ids=window[None]).logits[0, :-1].softmax(-1).numpy() for model in models)
+        kl += (p * np.log(p / q)).sum(-1).tolist()
+        same += (p.argmax(-1) == q.argmax(-1)).tolist()
+    row = found["perplexity"][text]
+    assert row["scored"] == len(kl)
+    assert row["kl"] == {
+        "mean": pytest.approx(np.mean(kl), rel=1e-4),
+        "median": pytest.approx(np.median(kl), rel=1e-4),
+        "percentile_99": pytest.approx(np.percentile(kl, 99), rel=1e-4),
+        "same_top_token": pytest.approx(np.mean(same)),
+    }
+    assert 0.1 < np.mean(same) < 1
+
+
+def test_models_side_by_side_have_their_own_perplexities(pair):
+    changed, dense, text = pair
+    found = evaluate(changed, [text], dense=dense, **options())
+    alone = [evaluate(name, [text], **options()) for name in (changed, dense)]
+    found["perplexity"][text].pop("kl")
+    assert found.pop("dense") == alone[1]
+    assert found == alone[0]
+
+
+def test_a_model_does_not_diverge_from_itself(pair):
+    changed, _, text = pair
+    row = evaluate(changed, [text], dense=changed, **options())["perplexity"][text]
+    assert row["kl"] == {"mean": 0, "median": 0, "percentile_99": 0, "same_top_token": 1}
+
+
+def test_models_of_different_vocabularies_are_not_compared(pair, monkeypatch):
+    """By the tokens of the tokenizers, before any weights are read."""
+    changed, _, text = pair
+    monkeypatch.setattr("hasslefree.evaluation.run.load_model", None)
+    with pytest.raises(ModelError, match="the vocabularies of .*changed and .* differ.*--no-kl"):
+        evaluate(changed, [text], dense=MODEL)
+
+
+def test_an_error_says_which_model_gives_nan(pair):
+    changed, dense, text = pair
+    model = AutoModelForCausalLM.from_pretrained(dense)
+    model.get_output_embeddings().weight.data[5] = math.nan
+    model.save_pretrained(dense)
+    with pytest.raises(NonFiniteError, match="the dense model gives NaN"):
+        evaluate(changed, [text], dense=dense, **options())
 
 
 def test_results_are_handed_over_as_they_come(tmp_path):

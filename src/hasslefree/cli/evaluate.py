@@ -1,4 +1,6 @@
-"""The command `evaluate`: perplexity and tasks, of a compressed model and its dense one."""
+"""The command `evaluate`: perplexity, KL divergence and tasks, of a compressed model and its dense
+one.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,10 @@ BESIDE = (
     "Dense model to measure too, or none (default: the one from which MODEL was made, if it is on"
     " this machine)."
 )
+KL = (
+    "Run both models side by side for the KL divergence from the dense model; both are in memory"
+    " (default: if there is a dense model)."
+)
 EXAMPLE = "Example: hasslefree evaluate OUT --perplexity wikitext2 --tasks piqa winogrande"
 
 
@@ -43,6 +49,7 @@ def call_evaluate(
         int | None, flag(TEXTS, "First tokens of each text to use (default: all).", min=2)
     ] = None,
     first_token: Annotated[bool, flag(TEXTS, FIRST_TOKEN)] = True,
+    kl: Annotated[bool | None, flag(TEXTS, KL)] = None,
     tasks: Annotated[list[str] | None, flag(TASKS, TASK_NAMES)] = None,
     limit: Annotated[
         int | None, flag(TASKS, "Use only the first rows of each task (default: all).", min=1)
@@ -64,8 +71,8 @@ def call_evaluate(
 ) -> None:
     """Measure perplexity on texts and accuracy on zero-shot tasks.
 
-    If MODEL is a compressed folder, its dense model is measured too. Each result is printed, and
-    written to FILE, as soon as it is there.
+    If MODEL is a compressed folder, its dense model is measured too, and the KL divergence of
+    their predictions. Each result is printed, and written to FILE, as soon as it is there.
     """
     from hasslefree.evaluation.harness import default_cache
     from hasslefree.evaluation.run import evaluate
@@ -74,7 +81,12 @@ def call_evaluate(
         raise RecipeError(
             "name at least one text or task, such as --perplexity wikitext2 or --tasks piqa"
         )
-    dense = dense_model(model, dense, trust_remote_code)
+    if kl and not perplexity:
+        raise RecipeError(
+            "--kl compares predictions on texts; name one, such as --perplexity wikitext2"
+        )
+    dense = dense_model(model, dense, trust_remote_code, needed=bool(kl))
+    beside = dense if perplexity and kl is not False else None
     content: dict[str, Any] = {}
 
     def keep(measured: dict[str, Any]) -> None:
@@ -103,8 +115,8 @@ def call_evaluate(
                 cache=cache or default_cache(),
                 progress=progress,
             )
-            measure(model, keep=keep)
-            if dense is not None:
+            measure(model, dense=beside, keep=keep)
+            if dense is not None and beside is None:
                 measure(dense, keep=keep_dense)
     finally:  # the dense model may fail, and its error leaves the results of the first
         if content:
@@ -115,21 +127,28 @@ def dense_model(
     model: str,
     dense: str | None,
     trust_remote_code: bool,
+    needed: bool = False,
 ) -> str | None:
-    """The dense model to measure after MODEL, or None; a line says why it was not found.
+    """The dense model to measure beside MODEL, or None; a line says why it was not found.
 
     Raises:
-        ModelError: --dense names no model, which is better known before hours of measuring.
+        ModelError: it is `needed` and there is none, or --dense names no model, which is better
+            known before hours of measuring.
     """
     from hasslefree.evaluation.continuation import dense_original
     from hasslefree.models.tokenizer import load_tokenizer
 
-    if dense is None and (Path(model) / "compression.json").is_file():
+    compressed = (Path(model) / "compression.json").is_file()
+    if dense is None and (compressed or needed):
         try:
             return str(dense_original(Path(model)))
         except ModelError as error:
+            if needed:
+                raise
             common.say(f"{error}.")
             return None
+    if dense == "none" and needed:
+        raise ModelError("--kl needs the dense model; name one with --dense, or leave out --kl")
     if dense is None or dense == "none":
         return None
     load_tokenizer(dense, trust_remote_code)
@@ -148,6 +167,8 @@ def result_tables(results: dict[str, Any]) -> list[Table]:
             if dense.get(part, {}).keys() != results[part].keys():
                 dense = {}
             tables.append(draw(results, dense))
+    if any("kl" in row for row in results.get("perplexity", {}).values()):
+        tables.append(kl_table(results))
     return tables
 
 
@@ -165,6 +186,20 @@ def text_table(results: dict[str, Any], dense: dict[str, Any]) -> Table:
         texts.caption = "every window begins with what the tokenizer puts before a text"
         texts.caption_justify = "left"
     return texts
+
+
+def kl_table(results: dict[str, Any]) -> Table:
+    """The KL divergence from the dense model on each text."""
+    headings = ["mean", "median", "99th percentile", "same top token"]
+    title = f"KL divergence from {results['dense']['model']}"
+    divergences = table(["text"], headings, title)
+    for text, row in results["perplexity"].items():
+        kl = row["kl"]
+        values = [f"{kl[name]:.3g}" for name in ("mean", "median", "percentile_99")]
+        divergences.add_row(text, *values, f"{per_cent(kl['same_top_token'])} %")
+    divergences.caption = "KL(dense ‖ compressed) of the predictions, nats per token"
+    divergences.caption_justify = "left"
+    return divergences
 
 
 def task_table(results: dict[str, Any], dense: dict[str, Any]) -> Table:

@@ -11,15 +11,17 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hasslefree.bar import with_bar
-from hasslefree.checkpoint.record import versions
+from hasslefree.checkpoint.record import KLRecord, kl_record, versions
+from hasslefree.core.predictions import Comparison
 from hasslefree.errors import CalibrationError, ModelError, NonFiniteError, option
 from hasslefree.evaluation.harness import Scores, evaluate_tasks
 from hasslefree.evaluation.tasks import check_harness, check_tasks
@@ -48,12 +50,16 @@ class Perplexity:
         tokens: the length of the text.
         scored: the number of tokens that were predicted.
         window: the tokens in a window.
+        dense: the perplexity of the dense model on the same tokens; None if it was not measured.
+        kl: the KL divergence from the dense model on these tokens; None likewise.
     """
 
     perplexity: float
     tokens: int
     scored: int
     window: int
+    dense: float | None = None
+    kl: KLRecord | None = None
 
 
 @typed
@@ -67,6 +73,7 @@ def perplexity(
     windows: Positive | None = None,
     remainder: bool = True,
     first: Sequence[int] = (),
+    dense: nn.Module | None = None,
     phases: Phases | None = None,
     name: str = "perplexity",
 ) -> Perplexity:
@@ -78,12 +85,14 @@ def perplexity(
         windows: score only this number of windows, the first ones.
         remainder: also score a shorter last window.
         first: token ids with which every window begins, in place of its own.
+        dense: a model with the same vocabulary, on the same device, to compare with.
         phases: the run to which the phase belongs in which the windows are counted.
         name: of that phase.
 
     Raises:
         CalibrationError: too few tokens to score one, in the text or in a window.
-        NonFiniteError: the model gives NaN.
+        NonFiniteError: a model gives NaN.
+        ModelError: the vocabularies of the models differ in size.
     """
     if windows is not None:
         tokens = tokens[: windows * window]
@@ -107,24 +116,40 @@ def perplexity(
         tokens[offset::window] = token
     device = next(model.parameters()).device
     batches = batches_of_windows(tokens, window, batch)
-    total = 0.0
+    models = [model]
+    if dense is not None:
+        models.append(dense)
+    losses = [0.0] * len(models)
+    comparison = Comparison()
     scored = 0
     count = sum(len(rows) for rows in batches)
     with (phases or Phases()).phase(name, count, "windows") as phase:
         for rows in batches:
             rows = rows.to(device)
-            logits = model(input_ids=rows, use_cache=False).logits[:, unscored - 1 : -1].float()
             targets = rows[:, unscored:].flatten()
-            total += F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum").item()
+            predictions: list[Tensor] = []
+            for index, each in enumerate(models):
+                logits = each(input_ids=rows, use_cache=False).logits[:, unscored - 1 : -1]
+                logits = logits.flatten(0, 1)
+                losses[index] += F.cross_entropy(logits.float(), targets, reduction="sum").item()
+                predictions.append(logits)
+            if dense is not None:
+                comparison.add(dense=predictions[1], compressed=predictions[0])
             scored += targets.numel()
             phase.advance(len(rows))
-    value = torch.tensor(total / scored, dtype=torch.float64).exp().item()
-    if not math.isfinite(value):
-        raise NonFiniteError(
-            "the model gives NaN or Inf on this text; look for NaN or Inf in its weights, or try"
-            f" {option('dtype', 'float32')}"
-        )
-    return Perplexity(value, len(tokens), scored, window)
+    values: list[float] = []
+    for loss, which in zip(losses, ("model", "dense model"), strict=False):
+        value = torch.tensor(loss / scored, dtype=torch.float64).exp().item()
+        if not math.isfinite(value):
+            raise NonFiniteError(
+                f"the {which} gives NaN or Inf on this text; look for NaN or Inf in its weights, or"
+                f" try {option('dtype', 'float32')}"
+            )
+        values.append(value)
+    result = Perplexity(values[0], len(tokens), scored, window)
+    if dense is None:
+        return result
+    return dataclasses.replace(result, dense=values[1], kl=kl_record(comparison))
 
 
 def batches_of_windows(
@@ -145,6 +170,51 @@ def batches_of_windows(
     return batches
 
 
+@dataclass(frozen=True)
+class Subject:
+    """A model that is evaluated. results: as of `evaluate`, without those of a dense model."""
+
+    model: Any
+    tokenizer: Any
+    results: dict[str, Any]
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        libraries: dict[str, str],
+        dtype: str,
+        device: str | None,
+        trust_remote_code: bool,
+    ) -> Self:
+        """Load a causal language model. libraries: their versions; others as for `load_model`."""
+        tokenizer = load_tokenizer(name, trust_remote_code)
+        model = load_model(name, dtype, device, trust_remote_code)
+        check_causal(model)
+        results = {
+            "model": name,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": str(model.device),
+            "versions": libraries,
+        }
+        return cls(model, tokenizer, results)
+
+    def add_text(self, text: str, row: dict[str, Any]) -> None:
+        self.results.setdefault("perplexity", {})[text] = row
+        name = self.results["model"]
+        logger.info("perplexity of %s on %s: %.3f", name, text, row["perplexity"])
+
+    def add_scores(self, scores: Scores, limit: int | None) -> None:
+        """Add the scores so far, the last of which is new. limit: the rows of each task."""
+        name = self.results["model"]
+        task, score = list(scores.items())[-1]
+        logger.info("%s of %s on %s: %.2f %%", score["metric"], name, task, 100 * score["value"])
+        values = [score["value"] for score in scores.values()]
+        self.results["tasks"] = scores
+        self.results["limit"] = limit
+        self.results["average"] = sum(values) / len(values)
+
+
 @typed
 @with_bar
 def evaluate(
@@ -152,6 +222,7 @@ def evaluate(
     texts: Sequence[str] = (),
     tasks: Sequence[str] = (),
     *,
+    dense: str | Path | None = None,
     seqlen: Positive | None = None,
     max_tokens: Positive | None = None,
     batch: Positive | None = None,
@@ -170,6 +241,8 @@ def evaluate(
     Args:
         texts: names of `texts.sources.MEASURED`, or paths.
         tasks: names of `evaluation.tasks.TASKS`.
+        dense: the model from which `model` was made. It is measured beside it, on the same windows,
+            and with it the KL divergence; both are in memory. None for no such model.
         seqlen: tokens per window; None for 2048, or the model's limit if that is less.
         max_tokens: only the first tokens of each text.
         batch: windows, or sequences of a task, at a time; None for 1 window, and as for
@@ -182,62 +255,91 @@ def evaluate(
 
     Returns:
         {"model", "dtype", "device", "versions", "perplexity": {text: {"perplexity", "tokens",
-        "scored", "window", "first_tokens": with which every window begins, "protocol"}}, "tasks":
-        {task: as for `evaluate_tasks`}, "limit", "average": the mean of the tasks' values}, the
-        last three only with tasks.
+        "scored", "window", "first_tokens": with which every window begins, "protocol", "kl": a
+        `KLRecord`}}, "tasks": {task: as for `evaluate_tasks`}, "limit", "average": the mean of the
+        tasks' values, "dense": the same of the dense model}. tasks, limit and average are there
+        only with tasks; kl and dense only with a dense model.
+
+    Raises:
+        ModelError: a model cannot be measured, or the vocabularies of the two differ.
     """
     for text in texts:
         check_text(text)
     if tasks:
         check_tasks(tasks, task_data)
         check_harness()
-    phases = Phases(progress)
-    with phases.phase(LOADING):
-        tokenizer = load_tokenizer(str(model), trust_remote_code)
-        loaded = load_model(str(model), dtype, device, trust_remote_code)
-        check_causal(loaded)
+    names = [str(model)]
+    if dense is not None:
+        names.append(str(dense))
+        check_same_vocabulary(str(model), str(dense), trust_remote_code)
     libraries = versions()
     if tasks:
         libraries["lm_eval"] = importlib.metadata.version("lm_eval")
-    results: dict[str, Any] = {
-        "model": str(model),
-        "dtype": str(loaded.dtype).removeprefix("torch."),
-        "device": str(loaded.device),
-        "versions": libraries,
-    }
+    phases = Phases(progress)
+    subjects: list[Subject] = []
+    with phases.phase(LOADING):
+        for name in names:
+            subjects.append(Subject.load(name, libraries, dtype, device, trust_remote_code))
+    measured = subjects[0]
+    results = measured.results
+    if dense is not None:
+        results["dense"] = subjects[1].results
     for text in texts:
         protocol = evaluation_protocol(text)
         if not first_token:
             protocol = dataclasses.replace(protocol, first_token=False)
-        measured = text_perplexity(
-            loaded, tokenizer, text, protocol, seqlen, max_tokens, batch or 1, phases
+        row = text_perplexity(
+            measured.model,
+            measured.tokenizer,
+            text,
+            protocol,
+            seqlen,
+            max_tokens,
+            batch or 1,
+            phases,
+            subjects[1].model if dense is not None else None,
         )
-        results.setdefault("perplexity", {})[text] = measured
-        logger.info("perplexity of %s on %s: %.3f", model, text, measured["perplexity"])
+        measured.add_text(text, row)
+        if dense is not None:
+            before = row.pop("dense")
+            of_dense = row | {"perplexity": before}
+            del of_dense["kl"]
+            subjects[1].add_text(text, of_dense)
         keep(results)
 
-    def keep_scores(scores: Scores) -> None:
-        task, score = list(scores.items())[-1]
-        logger.info("%s of %s on %s: %.2f %%", score["metric"], model, task, 100 * score["value"])
-        values = [score["value"] for score in scores.values()]
-        results["tasks"] = scores
-        results["limit"] = limit
-        results["average"] = sum(values) / len(values)
+    def keep_scores(subject: Subject, scores: Scores) -> None:
+        subject.add_scores(scores, limit)
         keep(results)
 
     if tasks:
-        evaluate_tasks(
-            loaded,
-            tokenizer,
-            tasks,
-            batch=batch,
-            limit=limit,
-            folder=task_data,
-            cache=cache,
-            phases=phases,
-            keep=keep_scores,
-        )
+        for subject in subjects:
+            evaluate_tasks(
+                subject.model,
+                subject.tokenizer,
+                tasks,
+                batch=batch,
+                limit=limit,
+                folder=task_data,
+                cache=cache,
+                phases=phases,
+                keep=partial(keep_scores, subject),
+            )
     return results
+
+
+def check_same_vocabulary(
+    model: str,
+    dense: str,
+    trust_remote_code: bool,
+) -> None:
+    """Raise a ModelError if the tokens of two models differ, before their weights are loaded."""
+    tokenizer = load_tokenizer(model, trust_remote_code)
+    if tokenizer.get_vocab() != load_tokenizer(dense, trust_remote_code).get_vocab():
+        raise ModelError(
+            f"the vocabularies of {model} and {dense} differ, and the KL divergence compares the"
+            " probabilities of the same tokens; give the model that was compressed with"
+            f" {option('dense')}, or use `hasslefree evaluate --no-kl`"
+        )
 
 
 @torch.no_grad()
@@ -262,8 +364,12 @@ def text_perplexity(
     max_tokens: int | None,
     batch: int,
     phases: Phases,
+    dense: Any = None,
 ) -> dict[str, Any]:
-    """Measure the perplexity on a text by a protocol; other arguments as for `evaluate`."""
+    """Measure the perplexity on a text by a protocol; other arguments as for `evaluate`.
+
+    dense: the loaded dense model; None leaves its fields out of the result.
+    """
     name = Path(text).name
     first: list[int] = []
     if protocol.first_token:
@@ -282,8 +388,12 @@ def text_perplexity(
         windows=protocol.windows,
         remainder=protocol.remainder,
         first=first,
+        dense=dense,
         phases=phases,
         name=f"perplexity on {name}",
     )
     taken = {"first_tokens": first, "protocol": dataclasses.asdict(protocol)}
-    return dataclasses.asdict(result) | taken
+    row = dataclasses.asdict(result) | taken
+    if dense is None:
+        del row["dense"], row["kl"]
+    return row
