@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import sys
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -69,6 +70,16 @@ def transformers_perplexity(model, segments):
     return math.exp(sum(losses) / len(losses))
 
 
+def transformers_kl(dense, compressed, segments):
+    """Oracle: the definition in float64, of all tokens but the last of each segment: mean, 99th percentile, and the
+    share of equal top tokens."""
+    with torch.no_grad():
+        p, q = (each(input_ids=segments).logits[:, :-1].double().log_softmax(-1) for each in (dense, compressed))
+    kl = (p.exp() * (p - q)).sum(-1).flatten()
+    same = (p.argmax(-1) == q.argmax(-1)).double().mean()
+    return kl.mean().item(), np.percentile(kl.numpy(), 99), same.item()
+
+
 @pytest.mark.parametrize("rows", [256, 5])
 @pytest.mark.parametrize(
     ("family", "fields"), [("llama", {}), ("llama", {"match_predictions": 256}), ("gemma4_text", {})]
@@ -83,9 +94,14 @@ def test_the_perplexities_are_those_of_transformers(family, fields, rows, recipe
     found, trained = report.held_out, report.predictions
     assert not fields or trained["after"] < trained["before"]
     assert found["segments"] == len(read[0]) == HELD_OUT_SEGMENTS
+    models = {}
     for name, folder in {"dense": "dense", "compressed": "out"}.items():
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
-        assert found[name] == pytest.approx(transformers_perplexity(model, read[0]), rel=1e-5), name
+        models[name] = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        assert found[name] == pytest.approx(transformers_perplexity(models[name], read[0]), rel=1e-5), name
+    mean, percentile, same = transformers_kl(models["dense"], models["compressed"], read[0])
+    assert found["kl"]["mean"] == pytest.approx(mean, rel=1e-3)
+    assert found["kl"]["percentile_99"] == pytest.approx(percentile, rel=1e-3)
+    assert found["kl"]["same_top_token"] == pytest.approx(same)
     assert found["dense"] != pytest.approx(found["compressed"], rel=1e-4)
     assert json.loads((tmp_path / "out" / "compression.json").read_text())["held_out"] == found
 

@@ -1,16 +1,18 @@
-"""The perplexity of the dense and of the compressed model on text that neither calibration nor
+"""How the dense and the compressed model predict text that neither calibration nor
 training has read: more of the calibration's, and code, which every machine has.
 """
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hasslefree.checkpoint.record import HeldOut, HeldOutRecord
+from hasslefree.checkpoint.record import HeldOut, HeldOutRecord, kl_record
+from hasslefree.core.predictions import Comparison
 from hasslefree.distributed import ALONE
 from hasslefree.errors import HasslefreeError, ModelError
 from hasslefree.models.activations import Activations
@@ -22,7 +24,7 @@ from hasslefree.pipeline.inputs import check_segments
 from hasslefree.pipeline.job import Job
 from hasslefree.pipeline.text import Texts, another_part, more_text
 from hasslefree.planning.schedule import HELD_OUT_ROWS, segments_held_out
-from hasslefree.progress import CHECK
+from hasslefree.progress import CHECK, Phase
 from hasslefree.texts.python import PYTHON, library_documents
 
 logger = logging.getLogger(__name__)
@@ -93,74 +95,71 @@ class Check:
             run_block(block, call, self.compressed)
 
     def measure(self) -> HeldOut:
-        """Measure all perplexities, once the text has left the last block.
+        """Compare the predictions of both models, once the text has left the last block.
 
         Returns:
             Nothing, with a warning, for a model without an output head.
         """
+        of_text = len(self.segments) - self.of_code
         walk = self.walk
         try:
-            with walk.outside(dense=True):
-                runs = walk.phases.counted(CHECK, (self.dense, self.compressed), 2, "models")
-                dense, compressed = [self.losses(run) for run in runs]
+            with walk.phases.phase(CHECK, len(self.segments), "segments") as phase:
+                measured = [self.compare(range(of_text), phase)]
+                if self.of_code:
+                    measured.append(self.compare(range(of_text, len(self.segments)), phase))
         except ModelError:
             logger.warning(
                 "no perplexity is measured: %s has no output head", type(walk.model).__name__
             )
             return HeldOut()
-        of_text = len(self.segments) - self.of_code
-        measured = [self.record(dense[:of_text], compressed[:of_text])]
-        if self.of_code:
-            measured.append(self.record(dense[of_text:], compressed[of_text:]))
         return HeldOut(*measured)
 
-    def record(
-        self,
-        dense: list[float],
-        compressed: list[float],
-    ) -> HeldOutRecord:
-        """The perplexities of some segments. dense, compressed: the `losses` of each model."""
-        predicted = len(dense) * (self.segments.shape[1] - 1)
+    @torch.no_grad()
+    def compare(self, indices: range, phase: Phase) -> HeldOutRecord:
+        """Compare the predictions for some segments. phase: in which segments are counted."""
+        dense_loss = 0.0
+        compressed_loss = 0.0
+        comparison = Comparison()
+        with self.head(dense=True):
+            for index in indices:
+                segment = self.segments[index]
+                for first in range(0, len(segment) - 1, HELD_OUT_ROWS):
+                    labels = segment[first + 1 : first + 1 + HELD_OUT_ROWS]
+                    dense = self.logits(self.dense, index, first)
+                    with self.head(dense=False):
+                        compressed = self.logits(self.compressed, index, first)
+                    dense_loss += F.cross_entropy(dense, labels, reduction="sum").item()
+                    compressed_loss += F.cross_entropy(compressed, labels, reduction="sum").item()
+                    comparison.add(dense, compressed)
+                phase.advance()
+        predicted = len(indices) * (self.segments.shape[1] - 1)
         return HeldOutRecord(
-            dense=perplexity(sum(dense) / predicted),
-            compressed=perplexity(sum(compressed) / predicted),
-            segments=len(dense),
+            dense=perplexity(dense_loss / predicted),
+            compressed=perplexity(compressed_loss / predicted),
+            segments=len(indices),
+            kl=kl_record(comparison),
         )
 
-    def losses(self, run: Activations) -> list[float]:
-        """The negative log-likelihood of each segment, summed over its tokens but the first.
+    @contextmanager
+    def head(self, dense: bool) -> Iterator[None]:
+        """Let the output head of the dense or of the compressed model run."""
+        walk = self.walk
+        with walk.outside(dense), computing(walk.model, walk.outer(), unpack=False):
+            yield
+
+    def logits(self, run: Activations, index: int, first: int) -> Tensor:
+        """The predictions after some tokens of a segment, but the last: (tokens, vocabulary).
 
         Args:
             run: the outputs of the last block.
+            index: of the segment.
+            first: of the at most `HELD_OUT_ROWS` tokens.
         """
         walk = self.walk
-        totals: list[float] = []
-        with (
-            walk.outside(dense=run is self.dense),
-            computing(walk.model, walk.outer(), unpack=False),
-            torch.no_grad(),
-        ):
-            for index, segment in enumerate(self.segments):
-                total = 0.0
-                states = run[index]
-                for first in range(0, len(segment) - 1, HELD_OUT_ROWS):
-                    rows = slice(first, first + HELD_OUT_ROWS)
-                    total += self.loss(segment, states[:, rows], first)
-                totals.append(total)
-        return totals
-
-    def loss(self, segment: Tensor, states: Tensor, first: int) -> float:
-        """Sum the negative log-likelihoods of the tokens that follow some tokens of a segment.
-
-        Args:
-            segment: token ids (tokens,).
-            states: outputs of the last block for the tokens from `first` on, (1, rows, width).
-        """
-        walk = self.walk
-        labels = segment[first + 1 : first + 1 + HELD_OUT_ROWS]
-        tokens = segment[first : first + HELD_OUT_ROWS]
-        logits = logits_of(walk.model, walk.blocks, walk.calls, tokens, states)[: len(labels)]
-        return F.cross_entropy(logits.float(), labels, reduction="sum").item()
+        rows = slice(first, first + HELD_OUT_ROWS)
+        tokens = self.segments[index, rows]
+        logits = logits_of(walk.model, walk.blocks, walk.calls, tokens, run[index][:, rows])
+        return logits[: self.segments.shape[1] - 1 - first].float()
 
 
 def code_segments(
