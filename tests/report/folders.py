@@ -17,9 +17,10 @@ def compressed(folder: Path, **changes) -> Path:
     return folder
 
 
-def evaluation(file: Path, model: str | Path, perplexity: float, **rest) -> Path:
+def evaluation(file: Path, model: str | Path, perplexity: float, kl: dict[str, float] | None = None, **rest) -> Path:
     """Results as `evaluate` writes them."""
-    content = {"model": str(model), "perplexity": {"texts/held_out.txt": {"perplexity": perplexity}}} | rest
+    row = {"perplexity": perplexity} | ({"kl": kl} if kl else {})
+    content = {"model": str(model), "perplexity": {"texts/held_out.txt": row}} | rest
     file.write_text(json.dumps(content))
     return file
 

@@ -104,6 +104,20 @@ def test_an_evaluation_brings_that_of_its_dense_model(folder, tmp_path):
         read_content([folder])
 
 
+KL = {"mean": 0.0123, "median": 0.004, "percentile_99": 0.2, "same_top_token": 0.9753}
+
+
+def test_an_evaluation_brings_its_kl(folder, tmp_path):
+    evaluation(folder / "evaluation.json", "anywhere", 40.0, KL)
+    content = read_content([folder])
+    assert content.runs[0].evaluation.kl == {"held_out.txt": KL}
+    without = evaluation(tmp_path / "without.json", folder, 41.0)
+    assert read_content([folder, without]).runs[0].evaluation.kl == {}, "of the same measurement as the perplexity"
+    evaluation(folder / "evaluation.json", "anywhere", 40.0, KL | {"mean": -1})
+    with pytest.raises(CheckpointError, match="no results of .*mean must be at least 0"):
+        read_content([folder])
+
+
 def test_names_tell_folders_apart(folder, tmp_path):
     other = shutil.copytree(folder, tmp_path / "y" / "out")
     assert [run.name for run in read_content([folder, other]).runs] == ["out", "y/out"]

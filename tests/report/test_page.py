@@ -83,9 +83,23 @@ def test_the_perplexities_come_first(made, tmp_path):
     assert "not measured (the calibration tokens were given from Python)" in tags
     edit(folder, lambda content: content.update(held_out={"dense": 20.0, "compressed": 25.0, "segments": 8}))
     page = render(read_content([folder]))
+    assert "KL" not in page[page.index("Summary") : page.index("Mean relative error")]
     assert "<dd>20.00 → 25.00 (+25.0 %)</dd>" in page
     assert "on 8 × 16 held-out tokens of the calibration text; text of other kinds may lose more" in page
     assert page.index("Perplexity") < page.index("Mean relative error")
+
+
+def test_the_kl_is_beside_its_perplexity(made, tmp_path):
+    folder = shutil.copytree(made[0], tmp_path / "out")
+    kl = {"mean": 0.0123, "median": 0.004, "percentile_99": 0.2, "same_top_token": 0.9753}
+    held_out = {"dense": 20.0, "compressed": 25.0, "segments": 8, "kl": kl | {"mean": 0.5}}
+    edit(folder, lambda content: content.update(held_out=held_out))
+    evaluation(folder / "evaluation.json", "m", 40.0, kl)
+    page = render(read_content([folder, made[1]]))
+    said = "KL from dense: mean {}, 99th percentile 0.2 nats; same top token 97.5 %"
+    assert page.index(said.format("0.5")) < page.index(said.format("0.012"))
+    assert '<th scope="col">mean KL, held_out.txt</th>' in page
+    assert "<td>0.0123</td>" in page
 
 
 def test_whatever_a_folder_says_is_text(made, tmp_path):

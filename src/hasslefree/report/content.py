@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NotRequired
 
 import torch
 from torch import Tensor
 from typing_extensions import TypedDict
 
 from hasslefree.checkpoint.inspect import FolderSize, inspect_folder
-from hasslefree.checkpoint.record import Record, command_of, read_record
+from hasslefree.checkpoint.record import KLRecord, Record, command_of, read_record
 from hasslefree.core.factors import CodedRows
 from hasslefree.errors import CheckpointError, ModelError
 from hasslefree.files import StoredTensor, read_json, stored_tensors, weight_files
@@ -26,6 +27,7 @@ _EXPERT = re.compile(r"\.\d+(?=\.)")
 
 class _Perplexity(TypedDict):
     perplexity: Figure
+    kl: NotRequired[KLRecord]
 
 
 class _Accuracy(TypedDict):
@@ -48,10 +50,12 @@ class Evaluation:
     """The results of one model: perplexities by text, and accuracies of tasks as shares.
 
     Args:
+        kl: the KL divergence from the dense model, by text, where it was measured.
         limit: the rows of each task; None for all.
     """
 
     perplexity: dict[str, float] = field(default_factory=dict)
+    kl: dict[str, KLRecord] = field(default_factory=dict)
     tasks: dict[str, float] = field(default_factory=dict)
     limit: int | None = None
 
@@ -66,8 +70,12 @@ class Evaluation:
         """Add what a file holds, which replaces an earlier result. A text is known by the last part
         of its path.
         """
-        for text, perplexity in results.perplexity.items():
-            self.perplexity[Path(text).name] = perplexity["perplexity"]
+        for text, row in results.perplexity.items():
+            name = Path(text).name
+            self.perplexity[name] = row["perplexity"]
+            self.kl.pop(name, None)
+            if "kl" in row:
+                self.kl[name] = row["kl"]
         if results.tasks:
             self.tasks = {name: task["value"] for name, task in results.tasks.items()}
             self.limit = results.limit

@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from hasslefree.checkpoint.card import trained
+from hasslefree.checkpoint.record import KLRecord, kl_in_words
 from hasslefree.escaping import escaped_within
 from hasslefree.report.charts import comparisons, run_charts
 from hasslefree.report.content import Content, place
@@ -32,9 +33,11 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
         charts.update(run_charts(run, content, str(index), worst.name))
     evaluations = [*content.others.values(), *(run.evaluation for run in content.runs)]
     texts: dict[str, float] = {}
+    kl_texts: dict[str, KLRecord] = {}
     tasks: dict[str, float] = {}
     for evaluation in evaluations:
         texts.update(evaluation.perplexity)
+        kl_texts.update(evaluation.kl)
         tasks.update(evaluation.tasks)
     scripts = [vega_bundle(), (ASSETS / "page.js").read_text(encoding="utf-8")]
     definitions = {name: drawing.on_page() for name, drawing in charts.items()}
@@ -47,6 +50,7 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
             charts=charts,
             comparisons=compared,
             texts=list(texts),
+            kl_texts=list(kl_texts),
             tasks=list(tasks),
             samples=samples,
             vega=vl_convert.get_vega_version(),
@@ -69,6 +73,7 @@ def environment() -> Environment:
         finalize=without_control_characters,
     )
     made.filters["duration"] = duration
+    made.filters["kl"] = kl_in_words
     made.filters["layer"] = layer_text
     made.filters["leading"] = leading
     made.filters["percent"] = percent
