@@ -1,3 +1,7 @@
+import gzip
+import json
+
+import datasets
 import pytest
 import torch
 from hypothesis import given
@@ -54,6 +58,77 @@ def test_local_files(tmp_path):
     assert calibration_documents(f"{lines}[1:]") == ["two\u2028x", "three"]
     assert calibration_documents(f"{lines}[:1]") == ["one"]
     assert evaluation_documents(f"{lines}[0:2]") == ["one", "two\u2028x"]
+
+
+ROWS = ["one two", "three", "four\u2028five"]
+
+
+def write_formats(folder):
+    """The rows in every format."""
+    lines = "\n".join(json.dumps({"text": row}) for row in ROWS)
+    (folder / "a.JSONL").write_text(lines)
+    (folder / "lines.json").write_text(lines)
+    (folder / "list.json").write_text(json.dumps([{"text": row} for row in ROWS], indent=1))
+    with gzip.open(folder / "a.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write(lines)
+    table = datasets.Dataset.from_dict({"text": ROWS})
+    table.to_parquet(str(folder / "a.parquet"))
+    table.to_csv(str(folder / "a.csv"))
+    table.save_to_disk(str(folder / "disk"))
+    datasets.DatasetDict({"test": table.select([0]), "train": table}).save_to_disk(str(folder / "splits"))
+    (folder / "shards").mkdir()
+    table.to_parquet(str(folder / "shards" / "train-0.parquet"))
+
+
+FORMATS = ["a.JSONL", "lines.json", "list.json", "a.jsonl.gz", "a.parquet", "a.csv", "disk", "splits", "shards"]
+
+
+def test_local_files_of_every_format(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    write_formats(tmp_path)
+    for name in FORMATS:
+        assert calibration_documents(str(tmp_path / name)) == ROWS, name
+        assert evaluation_documents(f"{tmp_path / name}[1:2]") == ["three"], name
+
+
+def turns(*contents):
+    return [{"role": role, "content": text} for role, text in zip(("user", "assistant"), contents, strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": turns("a", "b"), "prompt": "p"}, turns("a", "b")),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, turns("a", "b")),
+        ({"instruction": "a", "input": "", "output": "b"}, turns("a", "b")),
+        ({"instruction": "a", "input": "c", "output": "b"}, turns("a\n\nc", "b")),
+        ({"prompt": "a", "completion": "b"}, turns("a", "b")),
+        ({"prompt": turns("a"), "completion": turns("a", "b")[1:]}, turns("a", "b")),
+        ({"question": "a", "answer": "b"}, turns("a", "b")),
+        ({"text": "t", "instruction": "a", "output": "b"}, "t"),
+    ],
+)
+def test_rows_for_fine_tuning_are_conversations(row, expected, tmp_path):
+    """Oracle: by hand."""
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    assert calibration_documents(str(tmp_path / "a.jsonl")) == [expected]
+
+
+@pytest.mark.parametrize("row", [{"prompt": "a"}, {"instruction": "a", "output": None}, {"messages": []}, 3, "text"])
+def test_rows_that_hold_no_document(row, tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "fine"}, row]))
+    with pytest.raises(CalibrationError, match="a.json, row 2: expected a JSON object with a string"):
+        check_text(str(tmp_path / "a.json"))
+
+
+def test_tables_that_cannot_be_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 not")
+    (tmp_path / "a.jsonl.gz").write_bytes(b"no gzip")
+    (tmp_path / "empty").mkdir()
+    for name, message in [("a.parquet", "by datasets"), ("empty", "by datasets"), ("a.jsonl.gz", "copy it again")]:
+        with pytest.raises(CalibrationError, match=f"{name} cannot be read.*{message}"):
+            check_text(str(tmp_path / name))
 
 
 def test_errors(tmp_path):
