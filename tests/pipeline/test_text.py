@@ -11,7 +11,7 @@ from hasslefree.checkpoint.record import command_of, read_record
 from hasslefree.demo.run import MODEL
 from hasslefree.errors import CalibrationError, CheckpointError
 from hasslefree.models.tokenizer import load_tokenizer
-from hasslefree.pipeline.text import draw, read_texts
+from hasslefree.pipeline.text import another_part, draw, read_texts
 from hasslefree.texts.segments import draw_segments
 from hasslefree.texts.sources import calibration_documents
 from tests.tiny_models import build, number_tokenizer, segments
@@ -101,6 +101,43 @@ def test_the_command_line_and_a_recipe_say_the_same(files, tmp_path):
     assert made == Recipe.from_yaml(file)
     assert made == Recipe(rank=2, calibration=(f"{files[0]}:60%", "self:40%"))
     assert Recipe(rank=2, calibration=["c4"]) == Recipe(rank=2)
+
+
+@pytest.mark.parametrize(("template", "separators"), [("$A", [2]), ("<s> $A", [2, 1]), ("<s> $A </s>", [2, 1])])
+def test_rows_that_are_too_short_are_joined(template, separators, tmp_path):
+    """Oracle: by hand. Row i has the number 3 + i % 60 five times. Training and the held-out text are joined too."""
+    rows = [" ".join(5 * [str(3 + row % 60)]) for row in range(300)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps({"text": row}) for row in rows))
+    recipe = Recipe(method="wanda", calibration=str(file), samples=30, seqlen=SEQLEN, first_token=False)
+    tokenizer = number_tokenizer(template)
+    found, texts = drawn(recipe, tokenizer)
+    assert found.shape == (30, SEQLEN)
+    whole = [token for row in range(300) for token in (*5 * [3 + row % 60], *separators)]
+    places = {tuple(whole[start : start + SEQLEN]) for start in range(len(whole))}
+    assert all(tuple(segment) in places for segment in found.tolist())
+    assert len({tuple(segment) for segment in found.tolist()}) > 15
+    assert found.equal(drawn(recipe, tokenizer)[0])
+    held_out = another_part(texts.documents[str(file)], tokenizer, recipe, 8, SEQLEN, None)
+    assert len(held_out) == 8
+
+
+def test_chats_that_are_too_short_are_joined_as_their_template_ends_them(tmp_path):
+    tokenizer = number_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<s> {{ m.content }} {% endfor %}"
+    recipe = Recipe(method="wanda", calibration=chats(tmp_path), samples=4, seqlen=40)
+    found, _ = drawn(recipe, tokenizer)
+    assert not (found == 2).any()
+    assert ((found == 1).sum(1) >= 3).all()
+
+
+def test_rows_that_are_too_few_tokens_even_if_joined(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("\n".join(10 * ['{"text": "5 6 7"}']))
+    recipe = Recipe(method="wanda", calibration=str(tmp_path / "rows.jsonl"), samples=20, seqlen=SEQLEN)
+    with pytest.raises(
+        CalibrationError, match="is too short: 20 samples × 16 = 320 tokens are needed.* use samples=2,"
+    ):
+        drawn(recipe)
 
 
 def test_a_text_that_lacks_its_share_is_named(files):

@@ -107,7 +107,18 @@ def written(tokenizer: Any, document: Document) -> str:
 
 
 def encode_document(tokenizer: Any, document: Document) -> Tensor:
-    """Tokenise a document: (tokens,) int64. A chat template writes its special tokens itself."""
+    """Tokenise a document: (tokens,) int64. A chat template writes its special tokens itself.
+
+    Documents that are joined have the token that ends texts between them, as the tokenizer puts it
+    there or as we do, but for conversations in a template.
+    """
+    if isinstance(document, tuple):
+        rows = [encode_document(tokenizer, row) for row in document]
+        end = tokenizer.eos_token_id
+        _, last = surrounding_tokens(tokenizer)
+        if end is not None and not last and not is_rendered(tokenizer, document[0]):
+            rows = [torch.cat([row, torch.tensor([end])]) for row in rows]
+        return torch.cat(rows)
     special_tokens = not is_rendered(tokenizer, document)
     return encode(tokenizer, written(tokenizer, document), special_tokens=special_tokens)
 

@@ -17,7 +17,7 @@ from hasslefree.pipeline.self_text import check_writer, whole_model, written_seg
 from hasslefree.progress import HELD_OUT_TEXT, REFERENCE_TEXT, TEXT, Phases
 from hasslefree.recipe.fields import Fields
 from hasslefree.texts.files import Document
-from hasslefree.texts.segments import disjoint_segments, draw_segments
+from hasslefree.texts.segments import disjoint_segments, draw_segments, joined
 from hasslefree.texts.shares import MIXED, counts_of, shares_of
 from hasslefree.texts.sources import SELF, calibration_documents
 
@@ -113,10 +113,11 @@ def draw(
             if name == SELF:
                 whole = whole_model(model, device or model.device)
                 return written_segments(whole, tokenizer, count, seqlen, recipe.seed, phase.advance)
-            documents = texts.documents[name]
             share = texts.shares[name]
             try:
-                segments = draw_segments(documents, encoded, count, seqlen, recipe.seed, share)
+                segments = long_enough(
+                    texts, name, tokenizer, encoded, (count, seqlen, recipe.seed)
+                )
             except CalibrationError as error:
                 if len(texts.shares) == 1:
                     raise
@@ -124,6 +125,48 @@ def draw(
             return begin_with(segments, first_tokens(tokenizer, recipe))
 
         return mixed(texts, recipe.samples, recipe.seed, segments_of)
+
+
+def long_enough(
+    texts: Texts,
+    name: str,
+    tokenizer: Any,
+    encoded: Callable[[Document], Tensor],
+    size: tuple[int, int, int],
+) -> Tensor:
+    """Draw segments of a text; if its documents are too short for them, of its documents joined.
+
+    Documents that were joined replace the others in `texts`: training reads them too.
+
+    Args:
+        encoded: the token ids of a document.
+        size: samples, seqlen and the seed.
+
+    Returns:
+        Token ids (samples, seqlen), int64.
+
+    Raises:
+        CalibrationError: the text is too short as a whole.
+    """
+    documents = texts.documents[name]
+    try:
+        return draw_segments(documents, encoded, *size, texts.shares[name])
+    except CalibrationError:
+        if len(documents) < 2:
+            raise
+
+    def encoded_rows(document: Document) -> Tensor:
+        return encode_document(tokenizer, document)
+
+    groups = joined(documents, encoded_rows, size[1])
+    segments = draw_segments(groups, encoded_rows, *size, texts.shares[name])
+    texts.documents[name] = groups
+    logger.info(
+        "the documents of %s are short: about %d of them are joined for a segment",
+        name,
+        len(groups[0]),
+    )
+    return segments
 
 
 def more_text(

@@ -1,5 +1,6 @@
 """Segments of tokens that are drawn from the documents of a text."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,9 @@ MULTIPLIER = 6364136223846793005
 # Documents in a row without a segment, after which no more are looked at: a tokenizer takes a
 # minute for a million.
 MOST_SHORT = 1 << 16
+# Short documents are joined to groups of so many segments, whose length so many documents tell.
+JOINED = 2
+JUDGED = 256
 # The shortest segment that an error proposes: fewer tokens say little about a layer's inputs.
 SHORTEST = 32
 
@@ -140,6 +144,14 @@ def draw_segments(
     while len(windows) < samples:
         windows.append(window(long[int(torch.randint(len(long), (), generator=generator))]))
     return torch.stack(windows)
+
+
+def joined(documents: Sequence[Document], encode: Encode, seqlen: int) -> list[Document]:
+    """Consecutive documents in groups of `JOINED` segments on average, judged by some of them."""
+    few = [documents[i] for i in range(0, len(documents), len(documents) // JUDGED + 1)]
+    tokens = sum(len(encode(document)) for document in few)
+    count = math.ceil(JOINED * seqlen * len(few) / max(tokens, 1))
+    return [tuple(documents[i : i + count]) for i in range(0, len(documents), count)]
 
 
 def _check_length(
