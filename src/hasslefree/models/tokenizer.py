@@ -11,7 +11,7 @@ from transformers.utils.import_utils import is_sentencepiece_available
 
 from hasslefree.errors import CheckpointError
 from hasslefree.models.load import check_name, loading, no_model
-from hasslefree.texts.files import Document
+from hasslefree.texts.files import Document, Joined
 from hasslefree.texts.sources import PIECE, WIDEST
 
 
@@ -106,7 +106,7 @@ def written(tokenizer: Any, document: Document) -> str:
     return rendered(tokenizer, document)
 
 
-def encode_document(tokenizer: Any, document: Document) -> Tensor:
+def encode_document(tokenizer: Any, document: Document | Joined) -> Tensor:
     """Tokenise a document: (tokens,) int64. A chat template writes its special tokens itself.
 
     Documents that are joined have the token that ends texts between them, as the tokenizer puts it

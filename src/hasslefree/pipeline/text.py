@@ -16,7 +16,7 @@ from hasslefree.models.walk import Walk
 from hasslefree.pipeline.self_text import check_writer, whole_model, written_segments
 from hasslefree.progress import HELD_OUT_TEXT, REFERENCE_TEXT, TEXT, Phases
 from hasslefree.recipe.fields import Fields
-from hasslefree.texts.files import Document
+from hasslefree.texts.files import Document, Joined
 from hasslefree.texts.segments import disjoint_segments, draw_segments, joined
 from hasslefree.texts.shares import MIXED, counts_of, shares_of
 from hasslefree.texts.sources import SELF, calibration_documents
@@ -35,7 +35,7 @@ class Texts:
     """
 
     shares: dict[str, float]
-    documents: dict[str, Sequence[Document]]
+    documents: dict[str, Sequence[Any]]
     left_out: dict[str, str] = field(default_factory=dict)
 
     def tokens(self, segments: Tensor) -> dict[str, int]:
@@ -59,7 +59,7 @@ def read_texts(
     """
     seqlen = resolve_seqlen(model, recipe.seqlen)
     shares = shares_of(recipe.calibration)
-    documents: dict[str, Sequence[Document]] = {}
+    documents: dict[str, Sequence[Any]] = {}
     left_out: dict[str, str] = {}
     for name in shares:
         try:
@@ -103,7 +103,7 @@ def draw(
     texts = texts or read_texts(model, tokenizer, recipe, device or model.device)
     with (phases or Phases()).phase(TEXT, recipe.samples, "segments") as phase:
 
-        def encoded(document: Document) -> Tensor:
+        def encoded(document: Document | Joined) -> Tensor:
             tokens = encode_document(tokenizer, document)
             if len(tokens) >= seqlen:
                 phase.advance()
@@ -131,7 +131,7 @@ def long_enough(
     texts: Texts,
     name: str,
     tokenizer: Any,
-    encoded: Callable[[Document], Tensor],
+    encoded: Callable[[Any], Tensor],
     size: tuple[int, int, int],
 ) -> Tensor:
     """Draw segments of a text; if its documents are too short for them, of its documents joined.
@@ -155,7 +155,7 @@ def long_enough(
         if len(documents) < 2:
             raise
 
-    def encoded_rows(document: Document) -> Tensor:
+    def encoded_rows(document: Document | Joined) -> Tensor:
         return encode_document(tokenizer, document)
 
     groups = joined(documents, encoded_rows, size[1])
@@ -202,7 +202,7 @@ def more_text(
 
 
 def another_part(
-    documents: Sequence[Document],
+    documents: Sequence[Document | Joined],
     tokenizer: Any,
     recipe: Fields,
     count: int,
@@ -214,7 +214,7 @@ def another_part(
     Arguments and result as for `more_text`.
     """
 
-    def encoded(document: Document) -> Tensor:
+    def encoded(document: Document | Joined) -> Tensor:
         return encode_document(tokenizer, document)
 
     segments = disjoint_segments(documents, encoded, count, seqlen, recipe.seed, used)

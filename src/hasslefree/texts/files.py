@@ -9,9 +9,10 @@ from typing import Any
 
 from hasslefree.errors import CalibrationError, UnknownNameError
 
-# A text; the messages of a conversation, each with a role and a content; or several documents that
-# are joined, because they are short.
-Document = str | list[dict[str, str]] | tuple[Any, ...]
+# A text, or the messages of a conversation, each with a role and a content.
+Document = str | list[dict[str, str]]
+# Documents that are joined, because they are short.
+Joined = tuple[Document, ...]
 _SLICE = re.compile(r"(?P<path>.+)\[(?P<start>\d{0,18}):(?P<stop>\d{0,18})\]")
 TEXTS = (".txt", ".raw")
 # Files of rows that are read here, and those that `datasets` reads, with its name of the format.

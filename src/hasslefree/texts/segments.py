@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hasslefree.errors import CalibrationError, option
-from hasslefree.texts.files import Document
+from hasslefree.texts.files import Document, Joined
 
 # The token ids of a document.
 Encode = Callable[[Any], Sequence[int] | Tensor]
@@ -27,7 +27,7 @@ SHORTEST = 32
 
 
 def in_turn(
-    documents: Sequence[Document], order: Tensor, encode: Encode, seqlen: int
+    documents: Sequence[Document | Joined], order: Tensor, encode: Encode, seqlen: int
 ) -> Iterator[Tensor]:
     """Yield the tokens of documents in this order, int64 (tokens).
 
@@ -46,7 +46,7 @@ def in_turn(
 
 
 def disjoint_segments(
-    documents: Sequence[Document],
+    documents: Sequence[Document | Joined],
     encode: Encode,
     most: int,
     seqlen: int,
@@ -104,7 +104,7 @@ def runs(tokens: Tensor, length: int) -> Tensor:
 
 
 def draw_segments(
-    documents: Sequence[Document],
+    documents: Sequence[Document | Joined],
     encode: Encode,
     samples: int,
     seqlen: int,
@@ -146,7 +146,7 @@ def draw_segments(
     return torch.stack(windows)
 
 
-def joined(documents: Sequence[Document], encode: Encode, seqlen: int) -> list[Document]:
+def joined(documents: Sequence[Document], encode: Encode, seqlen: int) -> list[Joined]:
     """Consecutive documents in groups of `JOINED` segments on average, judged by some of them."""
     few = [documents[i] for i in range(0, len(documents), len(documents) // JUDGED + 1)]
     tokens = sum(len(encode(document)) for document in few)
