@@ -10,8 +10,9 @@ from torch import nn
 
 import hasslefree
 from hasslefree import Recipe
-from hasslefree.errors import BudgetError, GridError, PatternError
+from hasslefree.errors import BudgetError, GridError, ModelError, PatternError
 from hasslefree.models.blocks import find_blocks
+from hasslefree.models.experts import split_experts
 from hasslefree.models.sites import find_sites
 from hasslefree.planning.plan import make_plan, plan_of, select
 from hasslefree.recipe.engines import block_of
@@ -112,16 +113,51 @@ def test_odd_inputs_get_a_group_that_divides_them(size, tmp_path):
     assert {layer.shape[1]: layer.grid.group for layer in plan.values()} == {90: 45, 96: 48}
     record = hasslefree.compress(model, tmp_path / "out", Recipe(effort="fast", **fields), segments=segments())
     assert all(math.isfinite(layer.relative_error) for layer in record.layers)
-    with pytest.raises(GridError, match="group_size 64 does not divide the"):
+    with pytest.raises(
+        GridError, match="group_size 64 does not divide the.*; or leave out group_size=: each layer then"
+    ):
         layers_of(build("llama", **odd), group_size=64, **fields)
 
 
 def test_a_group_that_divides_no_layer_for_an_engine_is_an_error():
     model = build("llama", hidden_size=90, intermediate_size=90, num_attention_heads=3, num_key_value_heads=3)
-    with pytest.raises(GridError, match="does not divide the 90 inputs"):
-        layers_of(model, engine="mlx")
-    with pytest.raises(GridError, match="rows of a multiple of 32 inputs, not of 90; .*layers.0.self_attn.q_proj"):
-        layers_of(model, engine="llama.cpp")
+    for engine in ("transformers", "mlx", "vllm", "llama.cpp"):
+        for fields in ({}, {"bits": 4}, {"bits": 4, "group_size": 0}):
+            message = f"{engine} needs a multiple of 32 inputs, and the layer has 90; .*layers.0.self_attn.q_proj"
+            with pytest.raises(GridError, match=message):
+                layers_of(model, engine=engine, **fields)
+
+
+@pytest.mark.parametrize("engine", ["transformers", "mlx", "vllm", "llama.cpp"])
+@pytest.mark.parametrize("fields", [{}, {"bits": 4, "rank": 0}, {"bits": 4, "rank": 0, "group_size": 0}], ids=str)
+def test_inputs_that_an_engine_cannot_group_leave_a_layer_dense(engine, fields):
+    """The 90 inputs of down_proj; those of the others get a group of the engine that divides them."""
+    model = build("llama", hidden_size=96, intermediate_size=90)
+    dense, plan = layers_of(model, engine=engine, **(fields or {"size": "9bits"}))
+    assert {reason for name, reason in dense.items() if "down_proj" in name} == {
+        f"its 90 inputs are no multiple of 32, as {engine} needs"
+    }
+    assert {layer.shape[1] for layer in plan.values()} == {96}
+    groups = {layer.grid.group for layer in plan.values()}
+    assert groups == ({None} if "group_size" in fields else {32})
+
+
+@pytest.mark.parametrize("engine", ["mlx", "vllm", "llama.cpp"])
+def test_experts_are_refused_for_an_engine_whose_export_takes_none(engine):
+    model = build("qwen3_moe", hidden_size=64, moe_intermediate_size=64)
+    split_experts(model)
+    with pytest.raises(ModelError, match=rf"experts.0.gate_proj, cannot be exported to {engine} .*leave out engine="):
+        layers_of(model, engine=engine, bits=4, rank=0)
+    _, plan = layers_of(model, engine=engine, bits=4, rank=0, leave_dense=("*.experts.*",))
+    assert len(plan) == 2 * 4
+
+
+@pytest.mark.parametrize(("width", "group"), [(94, 47), (1022, 73), (34, 17), (86, 43), (62, 31)])
+def test_inputs_without_a_smaller_divisor_get_a_larger_group(width, group):
+    """By hand: 94 = 2 · 47, 1022 = 2 · 7 · 73, 34 = 2 · 17; the default is 32."""
+    dense, plan = layers_of(build("llama", intermediate_size=width), bits=4, rank=0)
+    assert not dense
+    assert {layer.grid.group for layer in plan.values() if layer.shape[1] == width} == {group}
 
 
 def test_llama_cpp_s_types_follow_the_length_of_rows():

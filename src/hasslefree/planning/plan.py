@@ -15,12 +15,20 @@ from hasslefree.core.budgets import Budget
 from hasslefree.core.factors import check_factor_bits
 from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import Pattern
-from hasslefree.errors import BudgetError, GridError, HasslefreeError, PatternError, option
+from hasslefree.errors import (
+    BudgetError,
+    GridError,
+    HasslefreeError,
+    ModelError,
+    PatternError,
+    option,
+)
 from hasslefree.models.blocks import Blocks, head_unit
 from hasslefree.models.ends import End
+from hasslefree.models.experts import experts_of
 from hasslefree.models.rules import Matrix, Selection, select_ends, select_sites
 from hasslefree.packed.spec import LayerSpec
-from hasslefree.recipe.engines import type_like
+from hasslefree.recipe.engines import ENGINES, GROUP, type_like
 from hasslefree.recipe.resolve import Resolved
 from hasslefree.solve.methods import with_grid
 from hasslefree.units import Size
@@ -29,7 +37,7 @@ from hasslefree.units import Size
 STEP = 8
 # Matrices that hold at most this share of the weights may be too thin for the recipe.
 THIN_SHARE = 0.05
-# The smallest group that a grid gets where the default does not divide the inputs of a layer.
+# The smallest group that a grid gets if the default does not divide the inputs of a layer.
 SMALLEST_GROUP = 16
 # Bytes for what OUT holds besides weights: the tokenizer, the reports, the model card.
 ROOM = 50_000_000
@@ -142,6 +150,7 @@ def select(blocks: Blocks, resolved: Resolved) -> Selection:
         sites.append({})
         for name, matrix in matrices.items():
             weights += math.prod(matrix.shape)
+            check_experts(blocks, index, matrix, resolved.engine)
             try:
                 plan_layer(blocks, index, matrix, resolved)
                 sites[index][name] = matrix
@@ -149,8 +158,16 @@ def select(blocks: Blocks, resolved: Resolved) -> Selection:
                 misfits.append((matrix, error))
                 full_name = f"{blocks.prefix(index)}.{name}"
                 dense[full_name] = short_reason(error, matrix, resolved)
-    if sum(math.prod(matrix.shape) for matrix, _ in misfits) > THIN_SHARE * weights:
-        _, narrowest = min(misfits, key=lambda found: min(found[0].shape))
+    refused = [
+        (matrix, error) for matrix, error in misfits if not may_stay_dense(matrix, error, resolved)
+    ]
+    if not any(sites):
+        refused = misfits
+    if sum(math.prod(matrix.shape) for matrix, _ in refused) > THIN_SHARE * weights:
+        _, narrowest = min(refused, key=lambda found: min(found[0].shape))
+        if isinstance(narrowest, GridError) and resolved.engine is None and resolved.group_size:
+            automatic = f"or leave out {option('group_size')}: each layer then gets one that fits"
+            raise GridError(f"{narrowest.message}; {automatic}", narrowest.fields)
         raise narrowest
     ends: dict[str, End] = {}
     if resolved.end_grids:
@@ -165,10 +182,50 @@ def select(blocks: Blocks, resolved: Resolved) -> Selection:
     return Selection(blocks, tuple(sites), dense, ends)
 
 
+def may_stay_dense(
+    matrix: Matrix,
+    error: HasslefreeError,
+    resolved: Resolved,
+) -> bool:
+    """Say whether a matrix that cannot take the recipe stays dense however large it is: none of the
+    groups from which we choose fits its inputs.
+    """
+    return isinstance(error, GridError) and (
+        no_engine_group(matrix.shape[1], resolved) or group_is_open(resolved)
+    )
+
+
+def no_engine_group(width: int, resolved: Resolved) -> bool:
+    """Say whether an engine is asked for that has no groups for rows of `width` inputs."""
+    return resolved.engine is not None and width % GROUP != 0
+
+
+def group_is_open(resolved: Resolved) -> bool:
+    """Say whether the group size is the default, so that a layer may get another."""
+    if resolved.engine is None:
+        return resolved.group_size is None
+    return resolved.group_size == ENGINES[resolved.engine].group
+
+
+def check_experts(blocks: Blocks, index: int, matrix: Matrix, engine: str | None) -> None:
+    """Raise a ModelError if an engine is asked for whose export takes no experts."""
+    if engine in (None, "transformers") or not experts_of(blocks.modules[index], matrix.name):
+        return
+    raise ModelError(
+        f"layers of experts, such as {blocks.prefix(index)}.{matrix.name}, cannot be exported to"
+        f" {engine} with their codes: leave out {option('engine')} and export to dense, or keep"
+        f" them dense with {option('leave_dense', '*.experts.*')}"
+    )
+
+
 def short_reason(error: HasslefreeError, matrix: Matrix | End, resolved: Resolved) -> str:
     """Why a matrix stays dense, in a few words."""
     if isinstance(error, BudgetError):
         return f"narrower than rank {resolved.budget.rank}"
+    if isinstance(error, GridError) and no_engine_group(matrix.shape[1], resolved):
+        return (
+            f"its {matrix.shape[1]} inputs are no multiple of {GROUP}, as {resolved.engine} needs"
+        )
     thing = "pattern" if isinstance(error, PatternError) else "group size"
     return f"the {thing} does not fit its {matrix.shape[1]} inputs"
 
@@ -218,17 +275,36 @@ def plan_ends(selection: Selection, resolved: Resolved, grid: Grid | None) -> di
 
 
 def fitted_grid(grid: Grid | None, resolved: Resolved, width: int) -> Grid | None:
-    """The grid for a weight with `width` inputs: with a smaller group if the default does not
-    divide them, and neither the user nor an engine has set one; or the type of llama.cpp for them.
+    """The grid for a weight with `width` inputs: the type of llama.cpp for them, or with another
+    group if the default does not divide them.
+
+    That is the next smaller group that does, one of the engine if there is one, or the next larger.
+
+    Raises:
+        GridError: the engine has no groups that fit.
     """
-    if grid is not None and resolved.in_types:
+    if grid is None:
+        return None
+    if no_engine_group(width, resolved):
+        raise GridError(
+            f"{resolved.engine} needs a multiple of {GROUP} inputs, and the layer has {width};"
+            f" leave out {option('engine')}"
+        )
+    if resolved.in_types:
         return type_like(grid, width)
-    if grid is None or grid.group is None or width % grid.group == 0:
+    if grid.group is None or width % grid.group == 0:
         return grid
-    if resolved.group_size is None and resolved.engine is None:
-        for group in range(grid.group - 1, SMALLEST_GROUP - 1, -1):
-            if width % group == 0:
-                return dataclasses.replace(grid, group=group)
+    if not group_is_open(resolved):
+        return grid
+    groups: Iterable[int] = (
+        *range(grid.group, SMALLEST_GROUP - 1, -1),
+        *range(grid.group, width + 1),
+    )
+    if resolved.engine is not None:
+        groups = ENGINES[resolved.engine].groups
+    for group in groups:
+        if width % group == 0:
+            return dataclasses.replace(grid, group=group)
     return grid
 
 
