@@ -1,5 +1,7 @@
 """Loading a model: its dtype, and the length of its segments."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -11,7 +13,7 @@ from hasslefree.errors import ModelError
 from hasslefree.models.load import load_config, load_model, resolve_device, resolve_seqlen
 from hasslefree.models.tokenizer import load_tokenizer
 from tests.hub import Repository
-from tests.tiny_models import NO_TOKENIZER, build, segments
+from tests.tiny_models import NO_TOKENIZER, build, segments, tensors_of
 
 
 @pytest.mark.parametrize(("asked", "found"), [("auto", torch.bfloat16), ("float32", torch.float32)])
@@ -55,8 +57,87 @@ def test_a_model_of_another_quantisation_is_refused_before_it_is_loaded(tmp_path
     model = build("llama")
     model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
     model.config.save_pretrained(tmp_path / "model")
-    with pytest.raises(ModelError, match="already quantised or compressed"):
+    with pytest.raises(ModelError, match=r"already quantised or compressed \(gptq\); start from"):
         hasslefree.compress(str(tmp_path / "model"), tmp_path / "out", Recipe(method="wanda"), segments=segments())
+
+
+def in_fp8(tensors, block=16):
+    """Weights of layers as DeepSeek-V3 stores them: float8 in square blocks, each with a scale. And their values."""
+    stored, values = dict(tensors), dict(tensors)
+    for name, weight in tensors.items():
+        if name.endswith("proj.weight"):
+            blocks = weight.float().unflatten(1, (-1, block)).unflatten(0, (-1, block))
+            scales = blocks.abs().amax((1, 3), keepdim=True) / 448
+            codes = (blocks / scales).to(torch.float8_e4m3fn)
+            stored[name] = codes.view(weight.shape)
+            stored[f"{name}_scale_inv"] = scales[:, 0, :, 0].contiguous()
+            values[name] = (codes.float() * scales).view(weight.shape).bfloat16()
+    return stored, values
+
+
+def in_mxfp4(tensors):
+    """Experts as gpt-oss stores them: two codes of 4 bits a byte, and an exponent per 32 inputs. And their values."""
+    stored, values = dict(tensors), dict(tensors)
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    table = torch.cat([table, -table])
+    for name, weight in tensors.items():
+        if name.endswith("experts.gate_up_proj") or name.endswith("experts.down_proj"):
+            count, width, out = weight.shape
+            codes = torch.randint(16, (count, out, width // 32, 32))
+            exponents = torch.randint(120, 124, (count, out, width // 32))
+            del stored[name]
+            stored[f"{name}_blocks"] = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+            stored[f"{name}_scales"] = exponents.to(torch.uint8)
+            rows = table[codes] * torch.exp2(exponents[..., None] - 127.0)
+            values[name] = rows.flatten(2).mT.bfloat16()
+    return stored, values
+
+
+ORIGINALS = {
+    "fp8": ("llama", in_fp8, {"activation_scheme": "dynamic", "weight_block_size": [16, 16], "fmt": "e4m3"}),
+    "mxfp4": ("gpt_oss", in_mxfp4, {"modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}),
+}
+
+
+@pytest.mark.parametrize("method", ORIGINALS)
+def test_an_original_that_is_quantised_is_dequantised(method, tmp_path):
+    """Oracle: by hand, the values of the codes. What is not compressed is stored so, without the scales."""
+    family, quantised, settings = ORIGINALS[method]
+    dense = ("*.k_proj", "*.experts.*") if family == "gpt_oss" else ("*.k_proj",)
+    build(family, torch.bfloat16, hidden_size=64, intermediate_size=64).save_pretrained(tmp_path / "dense")
+    stored, values = quantised(tensors_of(tmp_path / "dense"))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in stored.items()},
+        tmp_path / "dense" / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    file = tmp_path / "dense" / "config.json"
+    config = json.loads(file.read_text()) | {"quantization_config": {"quant_method": method} | settings}
+    file.write_text(json.dumps(config))
+    loaded = load_model(str(tmp_path / "dense"), device="cpu").state_dict()
+    assert loaded.keys() == values.keys()
+    assert all(torch.equal(loaded[name], value) for name, value in values.items())
+    recipe = Recipe(method="wanda", pattern="2:4", leave_dense=dense)
+    hasslefree.compress(
+        tmp_path / "dense", tmp_path / "out", recipe, segments=segments(), tokenizer=NO_TOKENIZER, device="cpu"
+    )
+    out = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    kept = {name for name in values if name in out.state_dict()}
+    assert any("k_proj" in name for name in kept)
+    assert all(torch.equal(out.state_dict()[name], values[name]) for name in kept)
+    assert not any(name.endswith(("scale_inv", "_blocks", "_scales")) for name in tensors_of(tmp_path / "out"))
+    hasslefree.export(tmp_path / "out", tmp_path / "plain", "dense")
+    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+
+
+def test_an_empty_quantization_config_is_none(tmp_path):
+    build("llama").save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {}}))
+    recipe = Recipe(rank=2, method="eora")
+    hasslefree.compress(tmp_path / "model", tmp_path / "out", recipe, segments=segments(), tokenizer=NO_TOKENIZER)
+    hasslefree.export(tmp_path / "out", tmp_path / "plain", "dense")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
 
 
 @pytest.mark.parametrize("device", ["meta", "mps", "cuda:99", "gpu"])

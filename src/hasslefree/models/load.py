@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.models.auto import modeling_auto
+from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from hasslefree.errors import CheckpointError, HasslefreeError, ModelError, UnknownNameError, option
@@ -29,6 +30,8 @@ from hasslefree.validation import Dtype
 CAUSAL: dict[str, str] = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 MULTIMODAL: dict[str, str] = dict(modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
 ADAPTER = "adapter_config.json"
+# Formats in which original checkpoints are released, and from which transformers dequantises.
+DEQUANTISED = ("fp8", "mxfp4")
 TRUST_CODE = f"if you trust it, run it with {option('trust_remote_code', True)}"
 DOWNLOAD_AGAIN = "if one of its files is damaged or truncated, download or copy it again"
 
@@ -189,12 +192,28 @@ def auto_class(config: Any) -> Any:
     return AutoModelForCausalLM
 
 
-def refuse_compressed(config: Any, name: str) -> None:
-    """Raise a ModelError if a model is quantised or compressed already."""
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(
-            f"{name} is already quantised or compressed; start from the original checkpoint"
-        )
+def quantization(config: Any) -> dict[str, Any]:
+    """The `quantization_config` of a configuration; empty if there is none."""
+    settings = getattr(config, "quantization_config", None) or {}
+    return settings if isinstance(settings, dict) else dict(settings.to_dict())
+
+
+def refuse_compressed(config: Any, name: str, loaded: bool = False) -> None:
+    """Raise a ModelError if a model is quantised or compressed already.
+
+    Args:
+        loaded: it is in memory. Otherwise the formats of `DEQUANTISED` are no obstacle.
+    """
+    settings = quantization(config)
+    if not settings:
+        return
+    method = settings.get("quant_method")
+    remedy = "start from the checkpoint that it was made from"
+    if method in DEQUANTISED:
+        if not loaded:
+            return
+        remedy = "give its name or folder, so that it is dequantised as it is loaded"
+    raise ModelError(f"{name} is already quantised or compressed ({method}); {remedy}")
 
 
 def load_model(
@@ -253,7 +272,15 @@ def load_on_disk(
 
 
 def _from_pretrained(name: str, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
-    auto = auto_class(load_config(name, trust_remote_code))
+    config = load_config(name, trust_remote_code)
+    auto = auto_class(config)
+    settings = quantization(config)
+    if settings.get("quant_method") in DEQUANTISED:
+        dequantised = AutoQuantizationConfig.from_dict(settings | {"dequantize": True})
+        options["quantization_config"] = dequantised
+    elif hasattr(config, "quantization_config") and not settings:  # transformers refuses {}
+        del config.quantization_config
+        options["config"] = config
     folder = Path(name)
     if folder.is_dir():
         refuse_pickles(folder)

@@ -14,9 +14,21 @@ from transformers.utils.hub import cached_file
 from hasslefree.files import StoredTensor, stored_tensors, weight_files
 from hasslefree.models.experts import SplitExperts
 
+# What a checkpoint in fp8 or mxfp4 holds of a weight that is dequantised as it is loaded.
+DEQUANTISED = (
+    (re.compile(r"_(scale_inv|blocks|scales)$"), ""),
+    (re.compile(r"\.(activation|input)_scale$"), ".weight"),
+)
 # Constants that old checkpoints hold and that models compute today: of rotary embeddings,
 # positions, and the masks of GPT-2.
 CONSTANTS = re.compile(r"rotary_emb\.inv_freq$|position_ids$|\.attn\.(masked_)?bias$")
+
+
+def weight_of(name: str) -> str:
+    """The name of the weight to which a tensor of a quantised checkpoint belongs; others stay."""
+    for pattern, end in DEQUANTISED:
+        name = pattern.sub(end, name)
+    return name
 
 
 def unloaded_tensors(model: PreTrainedModel) -> dict[str, StoredTensor]:
@@ -41,10 +53,11 @@ def unloaded_tensors(model: PreTrainedModel) -> dict[str, StoredTensor]:
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     unloaded = {}
     for name, tensor in stored_tensors(weight_files(Path(config).parent)).items():
+        weight = weight_of(name)
         renamed, _ = rename_source_key(
-            name, renamings, converters, model.base_model_prefix, meta_state_dict=names
+            weight, renamings, converters, model.base_model_prefix, meta_state_dict=names
         )
-        loaded = name in names or renamed in names
+        loaded = name in names or weight in names or renamed in names
         if not loaded and not CONSTANTS.search(name):
             unloaded[name] = tensor
     return unloaded

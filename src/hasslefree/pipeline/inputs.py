@@ -43,7 +43,7 @@ def open_model(
         split_experts(loaded)
         return name, loaded, tokenizer
     name = model.config._name_or_path or type(model).__name__
-    refuse_compressed(model.config, name)
+    refuse_compressed(model.config, name, loaded=True)
     refuse_adapters(model)
     if dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
         raise ModelError(
