@@ -110,6 +110,8 @@ def test_an_expert_that_no_token_reaches_is_fitted_without_inputs(tmp_path):
     assert record.relative_error == pytest.approx(error.item(), rel=1e-4)
     unreached = {".experts.2." in record.name for record in report.layers if any("H = I" in r for r in record.remarks)}
     assert unreached == {True}
+    count = sum(".experts.2." in record.name for record in report.layers)
+    assert f"experts            {count} layers had no token of the calibration text" in report.summary()
 
 
 @pytest.mark.parametrize("how", [{"sequential": "block"}, {"allocate": "error"}])

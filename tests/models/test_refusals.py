@@ -13,7 +13,7 @@ from hasslefree.models.load import load_config, load_model
 from hasslefree.models.probe import sees_later_tokens
 from hasslefree.models.tokenizer import load_tokenizer
 from tests.hub import Repository
-from tests.tiny_models import build, segments
+from tests.tiny_models import NO_TOKENIZER, build, segments
 
 RECIPE = Recipe(rank=2, method="eora")
 
@@ -41,6 +41,18 @@ def test_a_weight_with_nan_or_inf_is_named(name, value, tmp_path):
     model = build("llama")
     model.get_parameter(f"{name}.weight").data.view(-1)[5] = value
     assert_refused(model, RECIPE, tmp_path, NonFiniteError, f"the weight {name}.weight contains NaN or Inf")
+
+
+def test_a_weight_that_float16_does_not_hold_is_no_damage(tmp_path):
+    model = build("llama")
+    model.model.layers[1].mlp.up_proj.weight.data[3, 3] = 70_000.0
+    model.save_pretrained(tmp_path / "model")
+    message = r"layers\.1\.mlp\.up_proj\.weight contains NaN or Inf in torch.float16; use dtype='bfloat16', or download"
+    with pytest.raises(NonFiniteError, match=message):
+        hasslefree.compress(
+            tmp_path / "model", tmp_path / "out", Recipe(rank=2, method="eora", dtype="float16"), segments=segments(),
+            tokenizer=NO_TOKENIZER, device="cpu",
+        )  # fmt: skip
 
 
 def test_infinite_activations_are_named(tmp_path):

@@ -24,7 +24,7 @@ from hasslefree.planning.schedule import HELD_OUT_SEGMENTS
 from hasslefree.texts.segments import disjoint_segments, draw_segments
 from hasslefree.texts.sources import calibration_documents
 from tests.listeners import by_layer, free_port
-from tests.tiny_models import build, tensors_of
+from tests.tiny_models import build, number_tokenizer, tensors_of
 
 SEQLEN = 16
 
@@ -273,3 +273,10 @@ def test_a_summary_says_why_there_is_none(case, said, recipe, tmp_path):
     recipe, options = case(recipe)
     report = compress(tmp_path / "out", recipe, **options)
     assert said in report.summary()
+
+
+def test_a_text_that_repeats_itself_is_not_called_too_short(tmp_path, caplog):
+    (tmp_path / "text.txt").write_text(" ".join(100 * [str(number) for number in range(3, 23)]))
+    recipe = Recipe(rank=2, method="eora", calibration=str(tmp_path / "text.txt"), samples=40, seqlen=16)
+    hasslefree.compress(build("llama"), tmp_path / "out", recipe, tokenizer=number_tokenizer())
+    assert "the calibration text is too short, or repeats itself too much, to hold some of it out" in caplog.text

@@ -24,13 +24,17 @@ from hasslefree.packed.spec import LayerSpec
 from hasslefree.progress import PhaseTime
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.texts.shares import MIXED
-from hasslefree.units import duration, size
+from hasslefree.units import duration, percent, size
 from hasslefree.validation import Count, Figure, InvalidError, Share, validated
 
 # A number that JSON holds.
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 # The layers that a verdict names.
 LOST_MOST = 3
+# The remark on a layer of an expert that no calibration token was routed to.
+NEVER_ROUTED = (
+    "no calibration token was routed to this expert: it was fitted without inputs (H = I)"
+)
 # Two increases of log perplexity differ if by more than this share of the smaller one, and by more
 # than chance on a few thousand tokens.
 MUCH = 0.5
@@ -231,12 +235,16 @@ class Record:
         if self.held_out_code:
             rows["on code"] = perplexity_of_code(self, self.held_out_code)
         worst = sorted(self.layers, key=lambda layer: -layer.relative_error)[:LOST_MOST]
-        lost = [
-            f"{100 * layer.relative_error:.2g} % of the output of {layer.name}" for layer in worst
-        ]
+        lost = [f"{percent(layer.relative_error)} of the output of {layer.name}" for layer in worst]
         rows["lost most"] = "\n".join(
             lost + ["(before the fine-tuning)"] * (self.predictions is not None)
         )
+        unreached = sum(NEVER_ROUTED in layer.remarks for layer in self.layers)
+        if unreached:
+            rows["experts"] = (
+                f"{unreached} layers had no token of the calibration text, and were\n"
+                "fitted without inputs: use more text"
+            )
         return rows | ({"time": duration(self.seconds)} if self.seconds else {})
 
     def summary(self) -> str:

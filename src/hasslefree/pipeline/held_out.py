@@ -67,8 +67,8 @@ class Check:
         segments = more_text(walk, job.resolved, job.tokenizer, texts, count, seqlen, used)
         if not len(segments):
             logger.warning(
-                "no perplexity is measured: the calibration text is too short to hold some of"
-                " it out"
+                "no perplexity is measured: the calibration text is too short, or repeats itself"
+                " too much, to hold some of it out"
             )
             return None
         of_code = code_segments(job, texts, len(segments), seqlen)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasslefree.checkpoint.record import LayerRecord
+from hasslefree.checkpoint.record import NEVER_ROUTED, LayerRecord
 from hasslefree.core.gram import Gram
 from hasslefree.distributed import World
 from hasslefree.errors import HasslefreeError, MemoryShortError, option
@@ -24,11 +24,6 @@ from hasslefree.progress import Phase
 from hasslefree.solve.decompose import solve_layer
 from hasslefree.solve.methods import with_grid
 from hasslefree.solve.methods.weighted import Weighted
-
-# The remark on a layer of an expert that no calibration token was routed to.
-NEVER_ROUTED = (
-    "no calibration token was routed to this expert: it was fitted without inputs (H = I)"
-)
 
 Plans = Mapping[str, LayerPlan]
 # A layer that was compressed, and its report.

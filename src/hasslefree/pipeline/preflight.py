@@ -95,10 +95,12 @@ def checked(tensors: Mapping[str, Tensor]) -> str:
         NonFiniteError: one of them contains NaN or Inf.
     """
     for name, tensor in tensors.items():
-        if not is_finite(tensor):
-            raise NonFiniteError(
-                f"the weight {name} contains NaN or Inf; download the model again, or use another"
-            )
+        if is_finite(tensor):
+            continue
+        remedy = "download the model again, or use another"
+        if tensor.dtype == torch.float16:  # which has no larger numbers than 65,504
+            remedy = f"use {option('dtype', 'bfloat16')}, or {remedy}"
+        raise NonFiniteError(f"the weight {name} contains NaN or Inf in {tensor.dtype}; {remedy}")
     return checksum(tensors.values())
 
 
