@@ -1,6 +1,7 @@
 """Loading a model: its dtype, and the length of its segments."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -25,6 +26,26 @@ def test_the_dtype_asked_for_is_the_one_that_is_loaded_and_saved(asked, found, t
         tmp_path / "model", tmp_path / "out", recipe, segments=segments(), tokenizer=NO_TOKENIZER, device="cpu"
     )
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == found
+
+
+@pytest.mark.parametrize(("stored", "said"), [(torch.bfloat16, "float32"), (torch.float32, "bfloat16")])
+def test_a_config_that_says_another_dtype_than_the_weights_have(stored, said, tmp_path, caplog):
+    """Oracle for the bytes before: the tensors of the model's file."""
+    folder = tmp_path / "model"
+    build("llama", stored).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": said}))
+    kept = str(stored).removeprefix("torch.")
+    for dtype, warned in (("auto", True), (kept, False)):
+        caplog.clear()
+        report = hasslefree.compress(
+            folder, tmp_path / "out", Recipe(method="wanda", dtype=dtype), segments=segments(), tokenizer=NO_TOKENIZER,
+            device="cpu", overwrite=True,
+        )  # fmt: skip
+        message = f"stored in {stored}, but config.json says torch.{said}, .* --dtype {kept} takes them"
+        assert bool(re.search(message, caplog.text)) == warned
+    before = sum(tensor.nbytes for tensor in tensors_of(folder).values())
+    assert report.dense_bytes + report.other_bytes == before
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,31 @@
 """Open a model, by name or as it was loaded, and check calibration segments."""
 
+import logging
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils.hub import cached_file
 
 from hasslefree.distributed import World
 from hasslefree.errors import CalibrationError, ModelError, option
+from hasslefree.files import stored_tensors, weight_files
 from hasslefree.models.experts import split_experts
 from hasslefree.models.load import (
     check_ids,
     load_config,
     load_on_disk,
+    quantization,
     refuse_adapters,
     refuse_compressed,
     resolve_seqlen,
 )
 from hasslefree.models.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def open_model(
@@ -41,6 +49,8 @@ def open_model(
         tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
         loaded = load_on_disk(name, dtype, scratch, trust_remote_code)
         split_experts(loaded)
+        if dtype == "auto":
+            warn_of_dtype(loaded)
         return name, loaded, tokenizer
     name = model.config._name_or_path or type(model).__name__
     refuse_compressed(model.config, name, loaded=True)
@@ -52,6 +62,29 @@ def open_model(
         )
     split_experts(model)
     return name, model.eval(), tokenizer
+
+
+def warn_of_dtype(model: PreTrainedModel) -> None:
+    """Warn if the config.json of a model asks for another dtype than its weights are stored in: the
+    run rounds them, or takes and counts more bytes.
+    """
+    if quantization(model.config):
+        return
+    config = cached_file(str(model.name_or_path), "config.json")
+    assert config is not None  # it raises an error if there is none
+    numbers: Counter[torch.dtype] = Counter()
+    for tensor in stored_tensors(weight_files(Path(config).parent)).values():
+        if tensor.meta.is_floating_point():
+            numbers[tensor.meta.dtype] += tensor.meta.numel()
+    stored = max(numbers, key=lambda dtype: numbers[dtype])
+    if stored != model.dtype and stored.itemsize > 1:
+        logger.warning(
+            "the weights are stored in %s, but config.json says %s, in which the model is run,"
+            " written and counted; --dtype %s takes them as they are stored",
+            stored,
+            model.dtype,
+            str(stored).removeprefix("torch."),
+        )
 
 
 def check_segments(model: PreTrainedModel, segments: Tensor, world: World) -> None:
