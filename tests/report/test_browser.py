@@ -112,8 +112,8 @@ def facts(page):
 @pytest.mark.parametrize(("scheme", "size"), [("light", "phone"), ("dark", "desktop")])
 def test_it_opens_whole_and_nothing_overflows(opened, scheme, size):
     page = opened(scheme, size)
-    charts = ("comparison", "relative-error-0", "rounds-0", "spectra-0", "sensitivity-0", "kept-0", "rank-0",
-              "perplexity-held_out.txt")  # fmt: skip
+    charts = ("comparison", "relative-error-0", "rounds-0", "spectra-0", "sensitivity-0", "bytes-0", "kept-0",
+              "rank-0", "perplexity-held_out.txt")  # fmt: skip
     for chart in charts:
         page.evaluate(DRAWN, [chart, "rows"])
         box, place = (page.locator(f'[id="{chart}"] {part}').bounding_box() for part in ("svg", ""))
@@ -131,6 +131,8 @@ def test_it_opens_whole_and_nothing_overflows(opened, scheme, size):
     )
     assert wide == []
     assert page.title().endswith("hasslefree report")
+    numbers = (page.locator(f"#{chart} .mark-text.role-mark").first for chart in ("relative-error-0", "rank-0"))
+    assert [number.is_visible() for number in numbers] == [size == "desktop", True], "long numbers would overlap"
 
 
 def test_a_click_shows_the_layer(opened, file):
@@ -140,7 +142,8 @@ def test_a_click_shows_the_layer(opened, file):
     layer = run.record.layers[12]
     select(page, layer.name)
     assert page.locator("select:visible").input_value() == layer.name
-    assert facts(page)["relative error"] == f"{layer.relative_error:.4g}"
+    assert facts(page)["relative error"] == f"{float(f'{100 * layer.relative_error:.2g}'):g} %"
+    assert facts(page)["bytes"] == f"{layer.bytes:,}"
     assert facts(page)["non-zeros of S"] == f"{layer.spec.nonzeros:,}"
     measured = [(layer.name, step, pytest.approx(value, rel=1e-4)) for step, value in enumerate(layer.history, 1)]
     assert drawn(page, "rounds-0", "layer", "step", "value") == measured
@@ -222,7 +225,7 @@ def test_every_model_is_a_point_of_perplexity_and_bytes(opened, file):
     whole = sum(parameter.numel() * 4 for parameter in build("llama").parameters())
     rows = opened().evaluate(DRAWN, ["perplexity-held_out.txt", "rows"])
     assert {row["model"]: (row["bytes"], row["perplexity"]) for row in rows} == {
-        "dense (dense)": (whole, 30.0),
+        "base/dense (dense)": (whole, 30.0),
         FOLDERS[0]: (size[FOLDERS[0]], 33.0),
         FOLDERS[1]: (size[FOLDERS[1]], 44.0),
     }

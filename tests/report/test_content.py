@@ -12,7 +12,7 @@ from hasslefree.checkpoint.record import read_record
 from hasslefree.errors import CheckpointError, ModelError
 from hasslefree.files import read_json
 from hasslefree.progress import PhaseTime
-from hasslefree.report.content import place, places, read_content, spectrum
+from hasslefree.report.content import OUTSIDE, model_name, place, places, read_content, spectrum
 from hasslefree.report.seconds import seconds_file, write_seconds
 from tests.report.folders import compressed, edit, evaluation
 
@@ -181,7 +181,12 @@ def test_the_places_of_layers_by_hand():
     assert places(names) == dict(zip(names, [(10, "q_proj"), (2, "q_proj"), (2, "up_proj")], strict=True))
     assert [*places(["h.0.attn.c_proj", "h.0.mlp.c_proj"]).values()] == [(0, "attn.c_proj"), (0, "mlp.c_proj")]
     assert place("m.layers.3.mlp.experts.5.w1") == (3, "mlp.experts.w1")
-    assert place("lm_head") == (0, "lm_head")
+    assert place("lm_head") == (OUTSIDE, "lm_head")
     experts = ["m.layers.0.mlp.experts.1.w1", "m.layers.0.mlp.experts.2.w1", "m.layers.0.mlp.shared.w1"]
     assert [kind for _, kind in places(experts[:2]).values()] == ["w1", "w1"]
     assert [kind for _, kind in places(experts).values()] == ["mlp.experts.w1", "mlp.experts.w1", "mlp.shared.w1"]
+
+
+def test_the_short_name_of_a_model_by_hand():
+    names = {"owner/name": "owner/name", "/home/me/models/name": "name", "name": "name", "a/b/name": "name"}
+    assert {model: model_name(model) for model in names} == names

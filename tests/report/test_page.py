@@ -7,7 +7,6 @@ import multiprocessing
 import re
 import resource
 import shutil
-import statistics
 import sys
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
@@ -16,10 +15,11 @@ import pytest
 
 from hasslefree.errors import MemoryShortError
 from hasslefree.report.charts import comparisons, thinned, write_figures
-from hasslefree.report.content import read_content
-from hasslefree.report.maps import cells, figures, layer_map
-from hasslefree.report.page import leading, percent, render
+from hasslefree.report.content import OUTSIDE, read_content
+from hasslefree.report.maps import MAPS, cells, figures, layer_map
+from hasslefree.report.page import leading, render
 from tests.report.folders import compressed, edit, evaluation
+from tests.tiny_models import tensors_of
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\" onmouseover='alert(3)' {{ 7*7 }} $x_{"
 
@@ -122,7 +122,7 @@ def test_whatever_a_folder_says_is_text(made, tmp_path):
     assert not [name for _, each in found.tags for name in each if name.startswith("on")]
     assert EVIL in found.text
     assert {name for _, each in found.tags for name in each} <= {name for _, each in plain.tags for name in each}
-    assert len(write_figures(content, tmp_path / "figures")) == 12
+    assert len(write_figures(content, tmp_path / "figures")) == 14
     data = next(
         json.loads(text) for text in re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
     )
@@ -152,7 +152,9 @@ def test_curves_keep_their_ends():
 
 
 def test_small_figures_by_hand():
-    assert [percent(share) for share in (0, 0.0032, 0.0123, 0.5, 0.996, 1)] == ["0", "0.32", "1.2", "50", "100", "100"]
+    shown = [MAPS["kept"].text(share) for share in (0, 0.0032, 0.0123, 0.5, 0.996, 1)]
+    assert shown == ["0 %", "0.32 %", "1.2 %", "50 %", "100 %", "100 %"]
+    assert [MAPS[name].text(12345.678) for name in ("sensitivity", "bytes")] == ["12000", "12300"]
     assert [leading(values, 0.9) for values in ([3.0, 1.0], [2.0, 2.0], [], [0.0])] == [1, 2, 0, 0]
 
 
@@ -160,8 +162,8 @@ def test_figures_are_whole_and_the_same_twice(made, tmp_path):
     content = read_content(made)
     first, again = write_figures(content, tmp_path / "a"), write_figures(content, tmp_path / "b")
     names = {path.name for path in first}
-    stems = {"relative-error-one", "kept-one", "rank-one", "rounds-one", "spectra-one"}
-    stems |= {"relative-error-two", "kept-two", "comparison"}
+    stems = {"relative-error-one", "bytes-one", "kept-one", "rank-one", "rounds-one", "spectra-one"}
+    stems |= {"relative-error-two", "bytes-two", "kept-two", "comparison"}
     assert names == {f"{stem}.{kind}" for stem in stems for kind in ("png", "svg")}
     for one, other in zip(first, again, strict=True):
         assert one.read_bytes() == other.read_bytes()
@@ -191,10 +193,11 @@ def test_experts_share_a_cell_by_hand():
     """A click leads to the largest. The drawing says which number is in which cell."""
     values = {f"m.layers.{b}.mlp.experts.{e}.w1": 0.01 * 2 ** (3 * b + e) for b in range(2) for e in range(3)}
     first, second = "m.layers.0.mlp.experts.2.w1", "m.layers.1.mlp.experts.2.w1"
-    summed = [{"layer": first, "block": 0, "kind": "w1", "value": 0.07}]
-    summed += [{"layer": second, "block": 1, "kind": "w1", "value": 0.56}]
-    assert cells(values, sum) == layer_map("sensitivity", values).rows == summed
-    assert [row["value"] for row in cells(values, statistics.fmean)] == [0.02333, 0.1867]
+    summed = [{"layer": first, "block": 0, "kind": "w1", "value": 0.07, "text": "0.07"}]
+    summed += [{"layer": second, "block": 1, "kind": "w1", "value": 0.56, "text": "0.56"}]
+    assert cells(values, MAPS["sensitivity"]) == layer_map("sensitivity", values).rows == summed
+    means = cells(values, MAPS["relative-error"])
+    assert [(row["value"], row["text"]) for row in means] == [(0.02333, "2.3 %"), (0.1867, "19 %")]
     assert f"layer: {first}; nats per token: 0.07" in layer_map("sensitivity", values).svg()
 
 
@@ -215,32 +218,65 @@ def test_every_cell_can_be_read(name):
 
 @pytest.fixture(scope="module")
 def quantised(tmp_path_factory):
-    """As with the default setting: no zeros, no L, and other bits in each layer."""
-    folder = compressed(
-        tmp_path_factory.mktemp("bits") / "out", method="gptq", rank=None, rounds=None, bits=4, group_size=8
-    )
+    """As with the default setting: embedding and head too, no zeros, no L, and other bits in each layer."""
+    fields = {"bits": 4, "embedding_bits": 6, "scale_bits": 16, "rank": 0, "effort": "fast"}
+    folder = compressed(tmp_path_factory.mktemp("bits") / "out", method=None, rounds=None, **fields)
 
     def share_out(content):
         for number, layer in enumerate(content["layers"]):
-            layer["grid"]["bits"] = 3 + number % 3
+            if ".layers." in layer["name"]:
+                layer["grid"]["bits"] = 3 + number % 3
 
     edit(folder, share_out)
     return folder
 
 
-def test_the_page_of_a_quantised_model_shows_its_bits(quantised):
-    """Oracle: compression.json."""
+def test_the_page_of_a_quantised_model_shows_bits_and_bytes(quantised):
+    """Oracles: compression.json, and the tensors in the folder. Embedding and head are among the layers."""
     content = read_content([quantised])
     (run,) = content.runs
-    bits = {layer.name: layer.spec.grid.bits for layer in run.record.layers}
+    stored = json.loads((quantised / "compression.json").read_text())["layers"]
+    bits = {layer["name"]: layer["grid"]["bits"] for layer in stored}
     shown = figures(run.record)
     assert shown["bits"] == bits
-    assert shown["kept"] == shown["rank"] == {}, "all is kept, and every rank is 0"
+    assert (bits["model.embed_tokens"], bits["lm_head"], len(bits)) == (6, 6, 16)
+    tensors = tensors_of(quantised)
+    for name, kilobytes in shown["bytes"].items():
+        held = (tensor.nbytes for full, tensor in tensors.items() if full.startswith(f"{name}."))
+        assert 1000 * kilobytes == sum(held)
+    outside = [row for row in layer_map("bits", bits).rows if row["block"] == OUTSIDE]
+    assert [(row["kind"], row["text"]) for row in outside] == [("embed_tokens", "6"), ("lm_head", "6")]
     page = render(content)
-    text = Tags(page).text
-    assert "bits of S: 3–5" in text
+    assert "<dt>embed_tokens</dt>" in page
+    assert "<dt>lm_head</dt>" in page
+    assert "16 matrices were rounded to 3–6 bits." in page
     assert '<th scope="col">bits of S</th><th scope="col">bytes</th>' in page
-    assert "Parameters and rank" not in text
+    assert shown["kept"] == shown["rank"] == {}, "all is kept, and every rank is 0"
+    assert not re.search("pattern of S|non-zeros of S|rank of L|Parameters kept", page)
+
+
+def test_the_page_of_a_pruned_model_says_what_it_is(made):
+    page = render(read_content(made))
+    assert "14 matrices were pruned (2:4), and corrected by a low-rank matrix of rank 2." in page
+    assert "14 matrices were pruned (2:4)." in page
+    assert '<th scope="col">pattern of S</th>' in page
+
+
+def test_perplexities_on_the_same_held_out_text_are_compared(made, tmp_path):
+    """Oracle: compression.json. A loss of 1 % looks small: the axis is as long as a loss of 20 %."""
+    folders = [shutil.copytree(source, tmp_path / source.name) for source in made]
+    for folder, value in zip(folders, (20.1, 20.2), strict=True):
+        checked = {"dense": 20.0, "compressed": value, "segments": 8}
+        edit(folder, lambda content, checked=checked: content.update(held_out=checked, held_out_code=checked))
+    content = read_content(folders)
+    drawing = comparisons(content)["perplexity-held-out text"]
+    sizes = [run.sizes.bytes for run in content.runs]
+    points = [(point["bytes"], point["perplexity"]) for point in drawing.rows]
+    assert points == [(content.runs[0].sizes.dense_bytes, 20.0), *zip(sizes, (20.1, 20.2), strict=True)]
+    assert drawing.on_page()["encoding"]["y"]["scale"]["domain"] == [20.0, 24.0]
+    assert "<td>20.00 → 20.20 (+1.0 %)</td><td>20.00 → 20.20 (+1.0 %)</td>" in render(content)
+    edit(folders[1], lambda content: content["held_out"].update(dense=21.0))
+    assert not [name for name in comparisons(read_content(folders)) if "held-out" in name]
 
 
 def test_the_sensitivity_of_a_quantised_model_is_to_rounding(quantised, made, tmp_path):

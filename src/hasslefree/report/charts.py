@@ -10,7 +10,7 @@ import altair as alt
 import torch
 
 from hasslefree.checkpoint.output import write_whole
-from hasslefree.report.content import Content, Run, place, places
+from hasslefree.report.content import OUTSIDE, Content, Run, model_name, place, places
 from hasslefree.report.drawing import HUES, ROWS, Drawing, png
 from hasslefree.report.maps import MAPS, figures, layer_map
 from hasslefree.units import significant
@@ -30,6 +30,9 @@ ROUNDS_NOTE = (
     " estimated."
 )
 FRONTIER_NOTE = "Fewer bytes to the left, lower perplexity below: both are better."
+# The axis of a perplexity is as long as this increase or longer: a small loss must look small.
+LEAST_RISE = 1.2
+HELD_OUT = "held-out text"
 
 
 def write_figures(content: Content, folder: Path) -> list[Path]:
@@ -73,7 +76,7 @@ def run_charts(
     histories = {layer.name: layer.history for layer in run.record.layers}
     if max(map(len, histories.values())) > 1:
         rows = curves(histories, most)
-        y = logarithmic("value", "relative error, damped")
+        y = logarithmic("relative error, damped")
         charts[f"rounds-{label}"] = lines(
             "Error during the run", rows, "progress of the solver", y, selected, ROUNDS_NOTE
         )
@@ -99,10 +102,11 @@ def comparisons(content: Content) -> dict[str, Drawing]:
             blocks: dict[int, list[float]] = {}
             for layer in run.record.layers:
                 block, _ = place(layer.name)
-                blocks.setdefault(block, []).append(layer.relative_error)
+                if block != OUTSIDE:
+                    blocks.setdefault(block, []).append(layer.relative_error)
             means = [significant(statistics.fmean(errors)) for errors in blocks.values()]
             rows.append({"layer": run.name, "kind": run.name, "step": [*blocks], "value": means})
-        y = logarithmic("value", "mean relative error")
+        y = logarithmic("mean relative error")
         charts["comparison"] = lines("Mean relative error of each block", rows, "block", y)
     return charts
 
@@ -172,28 +176,39 @@ def legend(names: Iterable[str]) -> alt.Legend:
     return alt.Legend(columns=max(1, LEGEND_PIXELS // (30 + 6 * longest)))
 
 
-def logarithmic(
-    field: str,
-    title: str,
-    padding: int = 0,
-) -> alt.Y:
+def logarithmic(title: str) -> alt.Y:
     """An upward axis. With four ticks, each is labelled where less than a decade is shown."""
-    scale = alt.Scale(type="log", nice=False, padding=padding)
-    return alt.Y(f"{field}:Q", title=title, scale=scale, axis=alt.Axis(tickCount=4))
+    scale = alt.Scale(type="log", nice=False)
+    return alt.Y("value:Q", title=title, scale=scale, axis=alt.Axis(tickCount=4))
 
 
 def sized_perplexities(content: Content) -> dict[str, list[dict[str, Any]]]:
-    """The models of known size that were evaluated on each text: name, bytes and perplexity."""
-    models = [(run.name, run.sizes.bytes, run.evaluation) for run in content.runs]
+    """The models of known size by the texts on which they were measured: name, bytes, perplexity.
+
+    The text that `compress` held out is among them if it was the same for all folders, which the
+    dense model's perplexity shows.
+    """
+    texts: dict[str, list[dict[str, Any]]] = {}
+
+    def add(text: str, model: str, size: int, perplexity: float | None) -> None:
+        if perplexity is not None:
+            point = {"model": model, "bytes": size, "perplexity": perplexity}
+            texts.setdefault(text, []).append(point)
+
+    checks = [(run, run.record.held_out) for run in content.runs if run.record.held_out]
+    if len(checks) > 1 and len({check["dense"] for _, check in checks}) == 1:
+        run, check = checks[0]
+        add(HELD_OUT, f"{run.model} (dense)", run.sizes.dense_bytes, check["dense"])
+        for run, check in checks:
+            add(HELD_OUT, run.name, run.sizes.bytes, check["compressed"])
     for name, evaluation in content.others.items():
         size = content.dense_bytes(name)
         if size is not None:
-            models.append((f"{Path(name).name} (dense)", size, evaluation))
-    texts: dict[str, list[dict[str, Any]]] = {}
-    for name, size, evaluation in models:
-        for text, perplexity in evaluation.perplexity.items():
-            point = {"model": name, "bytes": size, "perplexity": perplexity}
-            texts.setdefault(text, []).append(point)
+            for text, perplexity in evaluation.perplexity.items():
+                add(text, f"{model_name(name)} (dense)", size, perplexity)
+    for run in content.runs:
+        for text, perplexity in run.evaluation.perplexity.items():
+            add(text, run.name, run.sizes.bytes, perplexity)
     return texts
 
 
@@ -205,11 +220,17 @@ def frontier(text: str, points: list[dict[str, Any]]) -> Drawing:
         "scale": alt.Scale(domain=names),
         "legend": legend(names),
     }
-    wide = alt.Scale(zero=False, padding=15)
+    perplexities = [point["perplexity"] for point in points]
+    least = min(perplexities)
+    ends = [least, max(*perplexities, LEAST_RISE * least)]
+    rising = alt.Scale(type="log", nice=False, padding=15, domain=ends)
+    y = alt.Y("perplexity:Q", title="perplexity", scale=rising, axis=alt.Axis(tickCount=4))
+    megabytes = alt.Axis(labelExpr="format(datum.value / 1e6, '~g')")
+    from_zero = alt.Scale(domain=[0, 1.1 * max(point["bytes"] for point in points)])
     chart = alt.Chart(ROWS, width=560, height=280).mark_point(size=120, filled=True, opacity=1)
     chart = chart.encode(
-        alt.X("bytes:Q", title="bytes of the weights", axis=alt.Axis(format="~s"), scale=wide),
-        logarithmic("perplexity", "perplexity", padding=15),
+        alt.X("bytes:Q", title="all weights, MB", axis=megabytes, scale=from_zero),
+        y,
         alt.Color("model:N", **shared),
         alt.Shape("model:N", **shared),
         tooltip=["model:N", alt.Tooltip("bytes:Q", format=","), "perplexity:Q"],

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from hasslefree.checkpoint.inspect import FolderSize, inspect_folder
-from hasslefree.checkpoint.record import KLRecord, Record, command_of, read_record
+from hasslefree.checkpoint.record import KLRecord, LayerRecord, Record, command_of, read_record
 from hasslefree.core.factors import CodedRows
 from hasslefree.errors import CheckpointError, ModelError
 from hasslefree.files import StoredTensor, read_json, stored_tensors, weight_files
@@ -23,6 +23,8 @@ from hasslefree.validation import Count, Figure, InvalidError, validated
 
 _BLOCK = re.compile(r"(?:.*?\.)?(\d{1,9})\.(.+)")
 _EXPERT = re.compile(r"\.\d+(?=\.)")
+# The block of a layer that is in none, such as the embedding and the head.
+OUTSIDE = -1
 
 
 class _Perplexity(TypedDict):
@@ -99,6 +101,21 @@ class Run:
     evaluation: Evaluation
     command: str | None
     times: Seconds | None
+
+    @property
+    def model(self) -> str:
+        """The short name of the dense model."""
+        return model_name(self.record.model)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of the compressed layers, with all that is stored for them."""
+        return 8 * self.sizes.layer_bytes / self.record.dense_parameters
+
+    @property
+    def outside(self) -> list[LayerRecord]:
+        """The compressed layers outside the blocks: the embedding and the head."""
+        return [layer for layer in self.record.layers if place(layer.name)[0] == OUTSIDE]
 
 
 @dataclass(frozen=True)
@@ -257,15 +274,23 @@ def spectrum(u: Tensor, v: Tensor) -> Tensor:
     return torch.linalg.svdvals(R @ T.T)
 
 
+def model_name(model: str) -> str:
+    """A name on the hub as it is, and the last part of a path of this machine."""
+    path = Path(model)
+    if path.is_absolute() or len(path.parts) != 2:
+        return path.name
+    return model
+
+
 def place(name: str) -> tuple[int, str]:
     """The block of a layer and its kind: model.layers.3.mlp.up_proj → 3, mlp.up_proj.
 
     The experts of a block are of one kind: experts.5.w1 becomes experts.w1. A name without a number
-    is in block 0.
+    is `OUTSIDE` of the blocks.
     """
     match = _BLOCK.fullmatch(name)
     if match is None:
-        return 0, name
+        return OUTSIDE, name
     return int(match[1]), _EXPERT.sub("", match[2])
 
 

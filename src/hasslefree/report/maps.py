@@ -8,7 +8,7 @@ from typing import Any
 import altair as alt
 
 from hasslefree.checkpoint.record import Record
-from hasslefree.report.content import places
+from hasslefree.report.content import OUTSIDE, places
 from hasslefree.report.drawing import HUES, ROWS, Drawing
 from hasslefree.units import significant
 
@@ -19,25 +19,33 @@ class Map:
 
     Args:
         title: of the chart.
-        figure: the title of the legend.
-        format: of the numbers, as d3-format has it.
+        figure: the title of the legend and of the column.
+        percent: whether it is a share, shown in per cent. digits: of a value.
         logarithmic: the scale of colours, from the least figure above 0; a linear one begins at 0.
         joined: the figure of a cell from those of the experts of a block, which share it.
     """
 
     title: str
     figure: str
-    format: str
+    percent: bool = False
+    digits: int = 2
     logarithmic: bool = False
     joined: Callable[[Iterable[float]], float] = statistics.fmean
 
+    def text(self, value: float) -> str:
+        """A value in a cell, in the table and in the list of the selected layer."""
+        if self.percent:
+            return f"{significant(100 * value, self.digits):g} %"
+        return f"{significant(value, self.digits):.15g}"
+
 
 MAPS = {
-    "relative-error": Map("Relative error", "relative error", ".2~p", logarithmic=True),
-    "bits": Map("Bits of S", "bits", ".2~f"),
-    "sensitivity": Map("Sensitivity", "nats per token", ".1~e", logarithmic=True, joined=sum),
-    "kept": Map("Parameters kept", "share of the dense weight", ".2~p"),
-    "rank": Map("Rank of L", "rank", ".1~f"),
+    "relative-error": Map("Relative error", "relative error", percent=True, logarithmic=True),
+    "bits": Map("Bits of S", "bits of S"),
+    "bytes": Map("Stored bytes: S, scales and L", "kB", digits=3, logarithmic=True, joined=sum),
+    "kept": Map("Parameters kept", "kept", percent=True),
+    "rank": Map("Rank of L", "rank of L", digits=3),
+    "sensitivity": Map("Sensitivity", "nats per token", logarithmic=True, joined=sum),
 }
 
 
@@ -50,6 +58,8 @@ def figures(record: Record) -> dict[str, dict[str, float]]:
     for layer in record.layers:
         spec = layer.spec
         found["relative-error"][layer.name] = layer.relative_error
+        if layer.bytes:
+            found["bytes"][layer.name] = layer.bytes / 1000
         if spec.grid is not None:
             found["bits"][layer.name] = spec.grid.bits
         if spec.pattern != "dense":
@@ -59,18 +69,17 @@ def figures(record: Record) -> dict[str, dict[str, float]]:
     return found
 
 
-def cells(
-    values: Mapping[str, float], joined: Callable[[Iterable[float]], float]
-) -> list[dict[str, Any]]:
+def cells(values: Mapping[str, float], form: Map) -> list[dict[str, Any]]:
     """A row for each block and kind of layer, which names the layer with the largest value."""
     layers: dict[tuple[int, str], list[str]] = {}
     for name, cell in places(values).items():
         layers.setdefault(cell, []).append(name)
     rows = []
     for (block, kind), names in layers.items():
-        value = significant(joined(values[name] for name in names))
+        value = significant(form.joined(values[name] for name in names))
         largest = max(names, key=values.__getitem__)
-        rows.append({"layer": largest, "block": block, "kind": kind, "value": value})
+        text = form.text(value)
+        rows.append({"layer": largest, "block": block, "kind": kind, "value": value, "text": text})
     return rows
 
 
@@ -88,7 +97,7 @@ def layer_map(
         others: the figures of other folders, whose maps have the same scale.
     """
     form = MAPS[name]
-    rows = cells(values, form.joined)
+    rows = cells(values, form)
     shown = [row["value"] for row in rows]
     positive = [value for value in [*others, *shown] if value > 0] or [1.0]
     least = min(positive)
@@ -97,13 +106,23 @@ def layer_map(
     if form.logarithmic:
         ends = [least, max(most, 1.01 * least)]  # a scale needs a range
         scale = alt.Scale(scheme="viridis", type="log", domain=ends, clamp=True)
-    legend = alt.Legend(title=form.figure, format=form.format, gradientLength=200, tickCount=4)
+    label = "format(datum.value, '.2~r')"
+    if form.percent:
+        label = "format(100 * datum.value, '.2~r') + ' %'"
+    legend = alt.Legend(
+        title=form.figure,
+        labelExpr=label,
+        gradientLength=200,
+        tickCount=4,
+        labelSeparation=8,
+    )
+    outside = alt.Axis(labelExpr=f"datum.value == {OUTSIDE} ? '–' : datum.label")
     axis = alt.Axis(orient="top", labelAngle=-35, labelLimit=110)
     data = alt.Chart(ROWS).transform_calculate(shown=f"max(datum.value, {least})")
     data = data.encode(
         alt.X("kind:N", sort=None, title=None, axis=axis),
-        alt.Y("block:O"),
-        tooltip=["layer:N", alt.Tooltip("value:Q", title=form.figure, format=".4~g")],
+        alt.Y("block:O", axis=outside),
+        tooltip=["layer:N", alt.Tooltip("text:N", title=form.figure)],
     )
     colours = data.mark_rect(cursor="pointer").encode(
         alt.Color("shown:Q", scale=scale, legend=legend)
@@ -111,7 +130,7 @@ def layer_map(
     # Black and white text have a contrast of 4.5 or more on this side of the limit.
     dark = "luminance(scale('color', datum.shown)) < 0.18"
     numbers = data.mark_text(fontSize=10, cursor="pointer").encode(
-        alt.Text("value:Q", format=form.format),
+        alt.Text("text:N"),
         color=alt.condition(dark, alt.value("#fff"), alt.value("#000")),
     )
     parameter = alt.param(name="layer", value=selected)

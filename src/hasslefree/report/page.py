@@ -14,10 +14,11 @@ from hasslefree.checkpoint.card import trained
 from hasslefree.checkpoint.record import KLRecord, kl_in_words
 from hasslefree.escaping import escaped_within
 from hasslefree.report.charts import comparisons, run_charts
-from hasslefree.report.content import Content, place
+from hasslefree.report.content import OUTSIDE, Content, model_name, place
 from hasslefree.report.drawing import ASSETS, CONFIG
+from hasslefree.report.maps import MAPS
 from hasslefree.report.samples import Samples
-from hasslefree.units import duration, significant, size, span
+from hasslefree.units import duration, size, span
 
 
 def render(content: Content, samples: Sequence[Samples] = ()) -> str:
@@ -76,7 +77,9 @@ def environment() -> Environment:
     made.filters["kl"] = kl_in_words
     made.filters["layer"] = layer_text
     made.filters["leading"] = leading
-    made.filters["percent"] = percent
+    made.filters["model"] = model_name
+    made.filters["short"] = MAPS["sensitivity"].text
+    made.filters["percentage"] = MAPS["relative-error"].text
     made.filters["size"] = size
     made.filters["span"] = span
     made.filters["trained"] = trained
@@ -118,9 +121,7 @@ def leading(values: Sequence[float], share: float) -> int:
 def layer_text(name: str) -> str:
     """A layer by its block and the last part of its name."""
     block, kind = place(name)
-    return f"block {block}, {kind.rpartition('.')[2]}"
-
-
-def percent(share: float) -> str:
-    """A share in per cent, with two digits."""
-    return f"{significant(100 * share, 2):g}"
+    leaf = kind.rpartition(".")[2]
+    if block == OUTSIDE:
+        return leaf
+    return f"block {block}, {leaf}"
