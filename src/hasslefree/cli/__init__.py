@@ -9,7 +9,7 @@ from wrapt import register_post_import_hook
 
 # Each module adds its commands to the application; within a heading, the help lists them in this
 # order.
-from hasslefree.cli import compress, evaluate, export, generate, inspect  # noqa: F401
+from hasslefree.cli import bench, compress, evaluate, export, generate, inspect  # noqa: F401
 from hasslefree.cli.common import app
 from hasslefree.cli.exits import report
 

@@ -1,0 +1,192 @@
+"""How fast a model writes and reads text, and the memory of its weights, beside another model."""
+
+import logging
+import statistics
+import time
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from hasslefree.errors import ModelError, PromptError, option
+from hasslefree.evaluation.continuation import Writer
+from hasslefree.models.load import most_positions
+from hasslefree.packed.linear import use_backend
+from hasslefree.validation import Checked, Positive
+
+# Tokens before those whose writing is timed.
+SHORT = 16
+TURNS = 5
+# Seconds in which a process without work ends by itself.
+PATIENCE = 5
+
+
+@dataclass(frozen=True)
+class Bench(Checked):
+    """What is measured, and how a model is loaded.
+
+    Args:
+        new_tokens: tokens that are written. prompt: tokens of a prompt that is read.
+        threads: of the CPU; None for torch's own number.
+        backend: of compressed layers; None for that of each layer's own rule.
+        options: the dtype, device and trust_remote_code of `load_model`.
+    """
+
+    new_tokens: Positive
+    prompt: Positive
+    threads: int | None
+    backend: str | None
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What was measured of one model.
+
+    Args:
+        tokens_per_second: of writing after a prompt of `SHORT` tokens, medians of `TURNS`.
+        prompt_seconds: from a prompt of `Bench.prompt` tokens to the first new one.
+        weights: bytes in memory, including what backends hold.
+    """
+
+    tokens_per_second: float
+    prompt_seconds: float
+    weights: int
+
+
+class Contender:
+    """A model in a process of its own, so that what it takes and leaves is no other's.
+
+    Args:
+        name: of the model.
+    """
+
+    def __init__(self, name: str, bench: Bench) -> None:
+        context = get_context("spawn")
+        self.name = name
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, name, bench), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def answer(self) -> Any:
+        """What the process sends next.
+
+        Raises:
+            ModelError: it ended without an answer.
+            HasslefreeError: of the process.
+        """
+        try:
+            found = self.connection.recv()
+        except EOFError:
+            self.process.join()
+            raise ModelError(
+                f"the process that runs {self.name} ended with code {self.process.exitcode},"
+                " as one does that needs more memory than there is; measure the compressed model"
+                f" alone with {option('dense', 'none')}"
+            ) from None
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def turn(self) -> tuple[float, float]:
+        """The seconds of writing, and of reading."""
+        self.connection.send("turn")
+        seconds: tuple[float, float] = self.answer()
+        return seconds
+
+    def end(self) -> None:
+        """Let the process end, or end it if it is at work."""
+        self.connection.close()
+        self.process.join(PATIENCE)
+        self.process.kill()
+
+
+def serve(connection: Connection, name: str, bench: Bench) -> None:
+    """Load a model, send the bytes of its weights, and take turns until the other end closes."""
+    logging.disable(logging.WARNING)
+    disable_progress_bar()
+    try:
+        if bench.threads is not None:
+            torch.set_num_threads(bench.threads)
+        runner = Runner(Writer.load(name, **bench.options), bench)
+        runner.turn()  # compiles the kernels
+        connection.send(runner.writer.bytes)
+        while connection.recv():
+            connection.send(runner.turn())
+    except EOFError:
+        return
+    except Exception as error:
+        connection.send(error)
+
+
+class Runner:
+    """A loaded model that takes turns.
+
+    Raises:
+        PromptError: the model takes fewer tokens than are asked for.
+    """
+
+    def __init__(self, writer: Writer, bench: Bench) -> None:
+        use_backend(writer.model, bench.backend)
+        limit = most_positions(writer.model)
+        longest = max(SHORT + bench.new_tokens, bench.prompt + 1)
+        if limit is not None and longest > limit:
+            raise PromptError(
+                f"{writer.name} takes at most {limit} tokens, and {longest} are asked for; lower"
+                f" {option('prompt')} or {option('new_tokens')}"
+            )
+        self.writer = writer
+        self.bench = bench
+
+    def turn(self) -> tuple[float, float]:
+        """The seconds of writing, and of reading."""
+        written = self.seconds(SHORT, self.bench.new_tokens)
+        read = self.seconds(self.bench.prompt, 1)
+        return written, read
+
+    def seconds(self, prompt: int, new_tokens: int) -> float:
+        """The time in which a prompt of some tokens is read and new ones are written."""
+        model: Any = self.writer.model
+        ids = (torch.arange(prompt) % model.config.get_text_config().vocab_size)[None]
+        ids = ids.to(model.device)
+        start = time.perf_counter()
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+            num_beams=1,
+        )
+        return time.perf_counter() - start
+
+
+def run_bench(names: dict[str, str], bench: Bench) -> dict[str, Speed]:
+    """Measure models, which take turns, so that what else the machine does meets all of them.
+
+    Args:
+        names: of the models, by role.
+
+    Raises:
+        HasslefreeError: a model cannot be loaded, or takes fewer tokens than are asked for.
+    """
+    contenders = {role: Contender(name, bench) for role, name in names.items()}
+    try:
+        weights = {role: contender.answer() for role, contender in contenders.items()}
+        turns: dict[str, list[tuple[float, float]]] = {role: [] for role in names}
+        for _ in range(TURNS):
+            for role, contender in contenders.items():
+                turns[role].append(contender.turn())
+    finally:
+        for contender in contenders.values():
+            contender.end()
+    speeds: dict[str, Speed] = {}
+    for role, seconds in turns.items():
+        written = statistics.median(each for each, _ in seconds)
+        read = statistics.median(each for _, each in seconds)
+        speeds[role] = Speed(bench.new_tokens / written, read, weights[role])
+    return speeds
