@@ -21,7 +21,7 @@ nightly: .venv/.ready
 	OMP_NUM_THREADS=1 HASSLEFREE_FUZZ=2000 $(BIN)/python -m pytest tests/test_fuzz.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly
 
-# The README's table and plot of single layers, from scratch.
+# The appendix's table of single layers, from scratch.
 bench: .venv/.ready
 	$(BIN)/python benchmarks/layers.py curves --anew
 	$(BIN)/python benchmarks/readme.py

@@ -9,7 +9,7 @@ that its weights lie on already. TEXT… is the folder of texts, for all kinds o
 row holds the perplexity of each text, the increase of its logarithm, and the mean and the worst of the increase on
 texts of another kind than was calibrated on, which --seen names. It is written as soon as it is measured; rows that the
 output file already holds are kept. Without --rows, all of ours are measured, and those of every program that was given.
-`--rows` alone draws the pictures again.
+benchmarks/pictures.py draws them.
 
 Rows of llama.cpp are made by its library in the folder --llama (harness/llama.py), with an importance matrix of the
 same calibration segments ("matrix") and without; the better one is what to compare with. All matrices of their files
@@ -44,11 +44,11 @@ from safetensors.torch import load_file
 
 import real_model
 from elsewhere import HARNESS, named
-from harness import frontier, llama, models
+from harness import llama, models
 from harness import texts as kinds
 from harness.llama import LlamaCpp
 from harness.models import Measurement
-from harness.record import RESULTS, ROOT, machine, resumed
+from harness.record import RESULTS, machine, resumed
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.sites import find_sites
 from hasslefree.pipeline.text import draw
@@ -57,16 +57,14 @@ from off_grid import RECORD
 
 @dataclass(frozen=True)
 class Spec:
-    """What a row is made of, and where it stands in the picture.
+    """What a row is made of.
 
     Args:
-        settings: fields of the recipe, or what harness/rivals.py takes. curve, label: of its point in the picture.
+        settings: fields of the recipe, or what harness/rivals.py takes.
         program: "llama.cpp", or one in harness/rivals.py; None for hasslefree.
     """
 
     settings: dict[str, Any]
-    curve: str
-    label: str
     program: str | None = None
 
 
@@ -76,13 +74,13 @@ ON_GRID: dict[str, Any] = {"method": "joint-grid", "group_size": 64, "scale_bits
 
 def sized_rows(size: str, efforts: tuple[str, ...], **fields: Any) -> Rows:
     """Rows of a size, with bits and ranks chosen for each matrix."""
-    return {f"{size}, {effort}": Spec(fields | {"size": size, "effort": effort}, effort, size) for effort in efforts}
+    return {f"{size}, {effort}": Spec(fields | {"size": size, "effort": effort}) for effort in efforts}
 
 
 def uniform_rows(bits: int, ranks: tuple[int, ...], efforts: tuple[str, ...]) -> Rows:
     """Rows of as many bits in every layer; embedding and head stay dense."""
     return {
-        f"{bits} bits + rank {rank}, {effort}": Spec({"bits": bits, "rank": rank, "effort": effort}, f"{bits} bits", "")
+        f"{bits} bits + rank {rank}, {effort}": Spec({"bits": bits, "rank": rank, "effort": effort})
         for rank in ranks
         for effort in efforts
     }
@@ -91,7 +89,7 @@ def uniform_rows(bits: int, ranks: tuple[int, ...], efforts: tuple[str, ...]) ->
 def gguf_rows(size: str, efforts: tuple[str, ...]) -> Rows:
     """Rows of a GGUF file in llama.cpp's own types, chosen for each layer within a size of all weights."""
     fields = {"engine": "llama.cpp", "size": size}
-    return {f"GGUF, {size}, {effort}": Spec(fields | {"effort": effort}, f"GGUF, {effort}", size) for effort in efforts}
+    return {f"GGUF, {size}, {effort}": Spec(fields | {"effort": effort}) for effort in efforts}
 
 
 Rows = dict[str, Spec]
@@ -105,28 +103,21 @@ OURS: Rows = {
     **gguf_rows("103.6MB", ("fast", "balanced")),
     **gguf_rows("391MB", ("fast", "balanced")),
     **uniform_rows(4, (0, 16), ("fast", "balanced")),
-    "4 bits alone, GPTQ": Spec(ON_GRID | {"method": "gptq", "pattern": "dense", "bits": 4, "rank": 0}, "GPTQ", ""),
+    "4 bits alone, GPTQ": Spec(ON_GRID | {"method": "gptq", "pattern": "dense", "bits": 4, "rank": 0}),
 }
 LLAMA_CPP = ("Q4_K_M", "Q5_K_M", "IQ4_XS", "Q3_K_M", "IQ3_M", "Q6_K", "Q8_0")
 AUTO_ROUND = {"bits": 4, "group_size": 64, "sym": False, "iters": 200}
 RIVALS: Rows = {
     **{
-        f"llama.cpp {kind}{', matrix' if matrix else ''}": Spec(
-            {"type": kind, "matrix": matrix}, "llama.cpp", kind, "llama.cpp"
-        )
+        f"llama.cpp {kind}{', matrix' if matrix else ''}": Spec({"type": kind, "matrix": matrix}, "llama.cpp")
         for kind in LLAMA_CPP
         for matrix in (True, False)
     },
     "llm-compressor GPTQ, 4 bits, best settings": Spec(
-        {"num_bits": 4, "group_size": 64, "symmetric": False, "actorder": "static", "observer": "mse"},
-        "llm-compressor",
-        "GPTQ, 4 bits",
-        "llm-compressor",
+        {"num_bits": 4, "group_size": 64, "symmetric": False, "actorder": "static", "observer": "mse"}, "llm-compressor"
     ),
-    "AutoRound, 200 iterations, 4 bits": Spec(AUTO_ROUND, "AutoRound", "4 bits, 200 iterations", "AutoRound"),
-    "AutoRound, 200 iterations, extended, 4 bits": Spec(
-        AUTO_ROUND | {"enable_alg_ext": True}, "AutoRound", "4 bits, 200 iterations, extended", "AutoRound"
-    ),
+    "AutoRound, 200 iterations, 4 bits": Spec(AUTO_ROUND, "AutoRound"),
+    "AutoRound, 200 iterations, extended, 4 bits": Spec(AUTO_ROUND | {"enable_alg_ext": True}, "AutoRound"),
 }
 ROWS: Rows = OURS | RIVALS
 
@@ -209,9 +200,9 @@ def row(
     else:
         exported = partial(llama.exported, programs.llama, measurement.model) if needs_llama(spec) else None
         found = real_model.row(measurement, spec.settings, None, 0, timed, exported=exported)
-    place = {"curve": spec.curve, "label": spec.label, "program": spec.program, "settings": spec.settings}
     found |= models.increases(found["perplexity"], dense, seen)
-    return place | found | {"gap": round(models.gap(found["perplexity"], dense), 4)}
+    gap = round(models.gap(found["perplexity"], dense), 4)
+    return {"program": spec.program, "settings": spec.settings} | found | {"gap": gap}
 
 
 def arguments() -> argparse.Namespace:
@@ -232,7 +223,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto", help="in which the models are evaluated")
     parser.add_argument("--shared", action="store_true")
     parser.add_argument("--output", type=Path, help="the default is benchmarks/results/whole_files_MODEL.json")
-    parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "results" / "frontier.png")
     return parser.parse_args()
 
 
@@ -246,7 +236,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace, record: Path, work: Path) -> None:
-    """Measure and draw. record: of the off-grid copy. work: for llama.cpp's files."""
+    """Measure. record: of the off-grid copy. work: for llama.cpp's files."""
     work.mkdir(parents=True, exist_ok=True)
     with_llama = args.llama and args.converter
     llama_cpp = LlamaCpp(args.llama.resolve(), args.converter.resolve(), work) if with_llama else None
@@ -270,8 +260,6 @@ def run(args: argparse.Namespace, record: Path, work: Path) -> None:
         (name, seed): (measurement, ROWS[name], dense, args.seen, programs, timed) for name in names if name != "dense"
     }
     models.fill(content, output, jobs, row)
-    frontier.draw(args.plot)
-    frontier.draw_whole_files(args.plot.with_name("whole_files.png"))
 
 
 if __name__ == "__main__":

@@ -44,11 +44,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import hasslefree
-from harness import plots
 from harness.memory import resident
 from harness.models import CALIBRATION, MODEL
 from harness.products import RANK, Layer, possible, random_layer, write_models
-from harness.record import RESULTS, ROOT, geometric_mean, machine, resumed, write
+from harness.record import RESULTS, geometric_mean, machine, resumed, write
 from hasslefree.core.grids import Grid
 
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096)]
@@ -128,7 +127,6 @@ def products(args: argparse.Namespace) -> None:
             print(row, flush=True)
     content["preemptions"] = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
     write(args.output, content)
-    plots.speeds(content, args.plot)
     for count in args.tokens:
         for way in dict.fromkeys(row["way"] for row in content["rows"]):
             ratios = [row["over_dense"] for row in content["rows"] if (row["tokens"], row["way"]) == (count, way)]
@@ -311,7 +309,6 @@ def main() -> None:
     one.add_argument("--shapes", nargs="+", default=[f"{out}x{width}" for out, width in SHAPES])
     one.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     one.add_argument("--output", type=Path, default=RESULTS / "inference.json")
-    one.add_argument("--plot", type=Path, default=ROOT / "docs" / "results" / "inference.png")
     other = commands.add_parser("models")
     other.set_defaults(run=models)
     other.add_argument("--blocks", type=int, default=2)

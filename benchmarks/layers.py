@@ -6,10 +6,8 @@
 
 curves: layers of a model (default: the embedded one) with the Grams of the dense model, and synthetic ones with
 power-law spectra and outlier channels. Rows that the output file already holds are kept, but for --anew.
-The plot is written beside the documentation: error against time, relative to 3basil's, geometric means over the
-problems. It holds what has a support and a rank, as 3basil has; a system with a budget of another kind has a room of
-its own, with the bytes that it takes. `--clock cpu` counts the time of the one thread on the processor: for machines
-with other work on them.
+A system whose budget is of another kind than a support and a rank, as 3basil has, has a room of its own, with the bytes
+that it takes. `--clock cpu` counts the time of the one thread on the processor: for machines with other work on them.
 
 growth: how the time of joint grows with the size of a square layer, 2:4 + rank in/16.
 """
@@ -25,11 +23,10 @@ from typing import Any
 import torch
 
 import hasslefree
-from harness import plots
 from harness.layers import CURVES, ROOMS, possible, run
 from harness.models import CALIBRATION, MODEL
 from harness.problems import BUDGETS, SHAPES, Problem, model_problems, synthetic, synthetic_problems
-from harness.record import RESULTS, ROOT, geometric_mean, machine, resumed, write
+from harness.record import RESULTS, geometric_mean, machine, resumed, write
 from hasslefree import Joint
 
 
@@ -76,8 +73,7 @@ def chosen_problems(args: argparse.Namespace) -> list[Problem]:
 
 
 def curves(args: argparse.Namespace) -> None:
-    stem = "layers" if args.set == "small" else "layers_full"
-    output = args.output or RESULTS / f"{stem}.json"
+    output = args.output or RESULTS / ("layers.json" if args.set == "small" else "layers_full.json")
     header = {"seed": args.seed, "model": Path(args.model).name, "samples": args.samples, "seqlen": args.seqlen}
     header["clock"] = args.clock
     content = {"machine": machine(), **header, "problems": {}} if args.anew else resumed(output, header, "problems")
@@ -86,8 +82,6 @@ def curves(args: argparse.Namespace) -> None:
         if name in CURVES or possible(problems[0], name):  # what is slow the first time
             run(problems[0], name, CURVES.get(name, [None])[0], args.seed, args.clock)
     measure(problems, args.methods, content, output)
-    plot = args.plot or ROOT / "docs" / "results" / f"{stem}.png"
-    plots.curves(means(content), CURVES, len(content["problems"]), plot)
     for source in ("model", "synthetic"):
         for key, (error, seconds) in means(content, source).items():
             print(f"{source:10s} {key:32s} error {error:.3f}  seconds {seconds:.3f}  (over 3basil)")
@@ -128,7 +122,6 @@ def main() -> None:
     one.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     one.add_argument("--anew", action="store_true", help="measure all, whatever the output file holds")
     one.add_argument("--output", type=Path)
-    one.add_argument("--plot", type=Path)
     other = commands.add_parser("growth")
     other.set_defaults(run=growth)
     other.add_argument("--sizes", type=int, nargs="+", default=[256, 512, 1024, 2048])

@@ -47,10 +47,10 @@ from pathlib import Path
 from typing import Any
 
 import hasslefree
-from harness import models, plots
+from harness import models
 from harness.models import Measurement
 from harness.paper import LAYERS_ALONE
-from harness.record import RESULTS, ROOT, machine, resumed, write
+from harness.record import RESULTS, machine, resumed, write
 from hasslefree.demo.run import CALIBRATION, MODEL
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -169,7 +169,6 @@ def run_systems(args: argparse.Namespace) -> None:
     chosen = {name: fields for name, fields in systems(args.rank).items() if not args.only or name in args.only}
     jobs = {(name,): (measurement, content["dense"], fields) for name, fields in chosen.items()}
     models.fill(content, args.output, jobs, system_row)
-    plots.by_bytes(content, args.plot)
 
 
 def effort_row(measurement: Measurement, dense: dict[str, float], fields: dict[str, Any]) -> dict[str, Any]:
@@ -266,7 +265,6 @@ def arguments() -> argparse.Namespace:
     by_bytes.add_argument("--rank", type=int, default=16)
     by_bytes.add_argument("--only", nargs="+")
     by_bytes.add_argument("--output", type=Path, default=RESULTS / "systems.json")
-    by_bytes.add_argument("--plot", type=Path, default=ROOT / "docs" / "results" / "systems.png")
 
     efforts = commands.add_parser("efforts", parents=[models.options(max_tokens=32768)])
     efforts.set_defaults(run=run_efforts)

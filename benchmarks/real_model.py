@@ -7,7 +7,6 @@
     python benchmarks/real_model.py frontier MODEL TEXT… --calibration FILE [--rows NAME …]
     python benchmarks/real_model.py sensitivity MODEL TEXT… --calibration FILE [--rows uniform estimate exact]
     python benchmarks/real_model.py energies MODEL --calibration FILE
-    python benchmarks/real_model.py speed MODEL --calibration FILE --against CHECKOUT [--runs 2]
 
 TEXT and FILE are hub names, .txt or .jsonl files; FILE.jsonl[700:] takes some of its documents. Perplexity is taken in
 windows of 1,024 tokens, 16 a text, in the dtype in which the model is stored. The gap is the mean over the texts of
@@ -27,8 +26,7 @@ given to prediction matching as more tokens, so that the CPU seconds of all rows
 rows of options that were deleted; they name the commit that measured them, and cannot be measured again.
 
 two-four: rows as above at 2:4 + rank 16, of the efforts, of what lies between them and of rivals, in a file of their
-own, with a picture of the gap against the seconds. One row fits layers without the weights of their outputs, as no
-option does.
+own. One row fits layers without the weights of their outputs, as no option does.
 
 frontier: rows as above, of patterns and ranks with `--effort fast`, in a file of their own. Quantised rows are those of
 benchmarks/four_bits.py, on a model whose weights lie on no grid.
@@ -37,8 +35,6 @@ sensitivity: `--effort fast` with uniform ranks, with those of the estimate of o
 it estimates: the mean KL(dense ‖ pruned) of the predictions of the whole model in which one layer alone is pruned, in
 float32 on the first --probes calibration segments, one forward pass for each layer.
 
-speed: the seconds of `--effort fast` of this checkout and of another one, in turns.
-
 energies: the norms of the hidden states before each block, of the first token of a segment and of the others.
 """
 
@@ -46,9 +42,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -61,7 +55,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import hasslefree
-from harness import frontier, models, plots
+from harness import models
 from harness.models import Measurement
 from harness.paper import LAYERS_ALONE
 from harness.record import RESULTS, ROOT, machine, resumed, write
@@ -187,8 +181,6 @@ def run_rows(args: argparse.Namespace) -> None:
         if ROWS[name] is not None or seed == args.seeds[0]  # the dense model has no seed
     }
     models.fill(content, args.output, jobs, row)
-    if args.plot:
-        args.draw(args.plot, args.output)
 
 
 def exact_divergence(model: Any, segments: Tensor) -> Callable[[ProbedLayer, Tensor], float]:
@@ -249,29 +241,6 @@ def run_energies(args: argparse.Namespace) -> None:
     header = {name: getattr(args, name) for name in ("samples", "seqlen", "seed")}
     content = {"machine": machine(), **header, "model": Path(args.model).name, "rows": rows}
     write(args.output, content)
-    plots.energies(content, args.plot)
-
-
-# A compression in a process of its own, with the source on PYTHONPATH.
-ALONE = """
-import sys, hasslefree
-recipe = hasslefree.Recipe(pattern="2:4", rank=16, effort="fast", calibration=sys.argv[3], samples=64, seqlen=512)
-print(hasslefree.compress(sys.argv[1], sys.argv[2], recipe).seconds)
-"""
-
-
-def run_speed(args: argparse.Namespace) -> None:
-    trees = {"before": args.against, "now": ROOT}
-    content: dict[str, Any] = {"machine": machine(), "model": Path(args.model).name}
-    content |= {"source": {name: source(tree) for name, tree in trees.items()}, "seconds": {name: [] for name in trees}}
-    for _, (name, tree) in itertools.product(range(args.runs), trees.items()):
-        with tempfile.TemporaryDirectory() as scratch:
-            command = [sys.executable, "-c", ALONE, args.model, f"{scratch}/out", args.calibration]
-            environment = os.environ | {"PYTHONPATH": str(tree / "src")}
-            done = subprocess.run(command, env=environment, cwd=scratch, capture_output=True, text=True, check=True)
-        content["seconds"][name].append(round(float(done.stdout.split()[-1]), 1))
-        least = {each: min(runs) for each, runs in content["seconds"].items() if runs}
-        write(args.output, content | ({"ratio": least["now"] / least["before"]} if len(least) == 2 else {}))
 
 
 def norms(states: torch.Tensor) -> dict[str, float]:
@@ -285,16 +254,14 @@ def norms(states: torch.Tensor) -> dict[str, float]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-
-    pictures = ROOT / "docs" / "results"
-    for command, names, output, draw_picture, plot in (
-        ("rows", ["dense", *EFFORTS, *RIVALS], "real_model.json", None, None),
-        ("ablations", ["dense", "best", *ABLATIONS], "ablations.json", None, None),
-        ("two-four", ["dense", *TWO_FOUR], "two_four.json", frontier.draw_by_seconds, pictures / "two_four.png"),
-        ("frontier", ["dense", *FRONTIER], "frontier.json", frontier.draw, pictures / "frontier.png"),
+    for command, names, output in (
+        ("rows", ["dense", *EFFORTS, *RIVALS], "real_model.json"),
+        ("ablations", ["dense", "best", *ABLATIONS], "ablations.json"),
+        ("two-four", ["dense", *TWO_FOUR], "two_four.json"),
+        ("frontier", ["dense", *FRONTIER], "frontier.json"),
     ):
         rows = commands.add_parser(command, parents=[models.options(max_tokens=16 * 1024)])
-        rows.set_defaults(run=run_rows, draw=draw_picture, samples=64, seqlen=512)
+        rows.set_defaults(run=run_rows, samples=64, seqlen=512)
         rows.add_argument("--window", type=int, default=1024, help="tokens of a window of text")
         rows.add_argument("--rows", nargs="+", default=names, choices=names)
         rows.add_argument("--seeds", nargs="+", type=int, default=[0])
@@ -303,7 +270,6 @@ def arguments() -> argparse.Namespace:
         rows.add_argument("--shared", action="store_true")
         rows.add_argument("--threads", type=int, help="of every row; the default is that of the file")
         rows.add_argument("--output", type=Path, default=RESULTS / output)
-        rows.add_argument("--plot", type=Path, default=plot)
 
     sensitivity = commands.add_parser("sensitivity", parents=[models.options(max_tokens=16 * 1024)])
     sensitivity.set_defaults(run=run_sensitivity, samples=64, seqlen=512)
@@ -320,15 +286,6 @@ def arguments() -> argparse.Namespace:
     energies.add_argument("--seqlen", type=int, default=512)
     energies.add_argument("--seed", type=int, default=0)
     energies.add_argument("--output", type=Path, default=RESULTS / "energies.json")
-    energies.add_argument("--plot", type=Path, default=ROOT / "docs" / "explanation" / "energies.png")
-
-    speed = commands.add_parser("speed")
-    speed.set_defaults(run=run_speed)
-    speed.add_argument("model")
-    speed.add_argument("--calibration", required=True)
-    speed.add_argument("--against", type=Path, required=True)
-    speed.add_argument("--runs", type=int, default=2)
-    speed.add_argument("--output", type=Path, default=RESULTS / "real_model_speed.json")
     return parser.parse_args()
 
 

@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from rich.text import Text
 
+import pictures
 from harness.figure1 import COMPARED, layer_errors
 from harness.paper import MODELS, Job, Scale, table_jobs
-from harness.plots import grouped_bars
 from harness.record import RESULTS, ROOT, machine, mean, write
+from harness.styles import save
 from hasslefree.checkpoint.record import read_record
 from hasslefree.cli.bars import phase_bars
 from hasslefree.cli.common import console, say
@@ -141,7 +141,7 @@ def cost_table(
             time = "done" if job.key in measured else duration(takes["flops"] / rate)
             cells = [f"{takes['kept'] / takes['dense']:.1%}", size(takes["disk"]), time]
         name = job.model.rstrip("/").rpartition("/")[2]
-        made.add_row(Text(name), job.setting or "dense", job.row.method, *cells)
+        made.add_row(name, job.setting or "dense", job.row.method, *cells)
     missing = [takes for job, takes in costs if takes is not None and job.key not in measured]
     disk = [takes["disk"] for takes in missing]
     needed = sum(disk) if keep else max(disk, default=0)
@@ -243,7 +243,7 @@ def result_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
 
 
 def reproduce_figure(args: argparse.Namespace, progress: Listener | None = None) -> None:
-    """Figure 1 for one block: a bar chart, the errors as JSON, and a table."""
+    """Figure 1 for one block: a picture, the errors as JSON, and a table."""
     methods = tuple(args.methods or COMPARED)
     if unknown := set(methods) - COMPARED.keys():
         raise UnknownNameError("method of figure 1", min(unknown), COMPARED)
@@ -251,7 +251,7 @@ def reproduce_figure(args: argparse.Namespace, progress: Listener | None = None)
     errors = layer_errors(model, recipe, methods, args.block, args.rounds, args.device, progress)
     content = {"model": model, "block": args.block, "pattern": recipe.pattern, "rank": recipe.rank, "errors": errors}
     write(args.output / "figure1.json", content)
-    grouped_bars(errors, "relative error", args.output / "figure1.png")
+    save(pictures.layer_errors(content), args.output / "figure1.png")
     made = table(["layer"], list(errors), f"block {args.block}: {recipe.pattern} + rank {recipe.rank}, relative error")
     for layer in errors[methods[0]]:
         made.add_row(layer, *(f"{errors[method][layer]:.5f}" for method in methods))
