@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -193,16 +194,30 @@ def test_a_folder_that_is_not_there_is_named(load, tmp_path):
         ("bob/secret", "'bob/secret' is neither a local folder nor a model that you can see .*private, run `hf auth"),
         ("meta/lama", "'meta/lama' is neither .* check the spelling;"),
         ("lama", "'lama' is neither .* check the spelling;"),
-        ("a lama", "'a lama' is no folder here, .* must use alphanumeric chars"),
-        ("meta/down", "couldn't connect to .* check name and network"),
+        ("a lama", "'a lama' is neither a local folder nor a name on the hub, which is USER/NAME"),
+        ("meta/gguf", "'meta/gguf' has no config.json on the hub"),
+        ("meta/down", "the hub failed with status 503 when asked for 'meta/down'; try again later"),
     ],
 )
 def test_a_model_of_the_hub_that_cannot_be_read(load, token, name, sentence, hub, monkeypatch):
     hub.repositories["meta/gated"] = Repository({"config.json": b"{}"}, gated=True)
     hub.repositories["bob/secret"] = Repository({"config.json": b"{}"}, private=True)
+    hub.repositories["meta/gguf"] = Repository({"model.gguf": b"GGUF"})
     hub.fails["meta/down"] = 503
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", pytest.fail)  # before it asks again
     if token:
         monkeypatch.setenv("HF_TOKEN", token)
     with pytest.raises(ModelError, match=sentence) as caught:
         load(name)
     assert len(str(caught.value)) < 240
+
+
+@pytest.mark.parametrize("load", [load_config, load_tokenizer])
+def test_without_a_connection_the_hub_is_asked_once(load, hub, monkeypatch):
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:1/{repo_id}/{revision}/{filename}")
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", pytest.fail)
+    with pytest.raises(ModelError, match="'meta/lama' is neither .* there is no connection to the hub; give a folder"):
+        load("meta/lama")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="'meta/lama' is neither .* HF_HUB_OFFLINE is set"):
+        load("meta/lama")

@@ -3,12 +3,20 @@
 import inspect
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -33,6 +41,8 @@ ADAPTER = "adapter_config.json"
 # Formats in which original checkpoints are released, and from which transformers dequantises.
 DEQUANTISED = ("fp8", "mxfp4")
 TRUST_CODE = f"if you trust it, run it with {option('trust_remote_code', True)}"
+# Seconds for the hub to answer the request that says whether a model exists.
+PATIENCE = 5
 DOWNLOAD_AGAIN = "if one of its files is damaged or truncated, download or copy it again"
 
 
@@ -64,8 +74,8 @@ def load_config(name: str, trust_remote_code: bool = False) -> Any:
 
 
 def check_name(name: str) -> None:
-    """Raise a ModelError if a model is a GGUF file, a path that does not exist, or a folder with an
-    adapter.
+    """Raise a ModelError if a model is a GGUF file, an adapter, a path that does not exist, or a
+    name that the hub does not know.
     """
     if name.endswith(".gguf"):
         file = Path(name)
@@ -83,6 +93,57 @@ def check_name(name: str) -> None:
         raise adapter_alone(name)
     if not Path(name).is_dir() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
         raise ModelError(f"the model folder {name} does not exist; check its path")
+    if not Path(name).is_dir():
+        check_on_hub(name)
+
+
+def check_on_hub(name: str) -> None:
+    """Ask the hub once for the config.json of a model that is not in the cache.
+
+    transformers asks for many files, and repeats each request for half a minute if there is no
+    network.
+
+    Raises:
+        ModelError: there is no such model, the user may not read it, or the hub did not answer.
+    """
+    try:
+        address = hf_hub_url(name, "config.json")
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            get_hf_file_metadata(address, timeout=PATIENCE)
+    except EntryNotFoundError as error:
+        if find_adapter_config_file(name):
+            raise adapter_alone(name) from error
+        raise ModelError(
+            f"{name!r} has no config.json on the hub; give a model that transformers loads"
+        ) from error
+    except Exception as error:  # of the hub, the network or a proxy
+        raise ModelError(hub_refusal(name, error)) from error
+
+
+def hub_refusal(name: str, error: Exception) -> str:
+    """Why a model of the hub cannot be read, and what to do."""
+    missing = f"{name!r} is neither a local folder nor"
+    if isinstance(error, HFValidationError):
+        return f"{missing} a name on the hub, which is USER/NAME; check the spelling"
+    if isinstance(error, OfflineModeIsEnabled):
+        return f"{missing} in the cache, and HF_HUB_OFFLINE is set; give a folder, or unset it"
+    if isinstance(error, GatedRepoError):
+        return (
+            f"{name!r} is gated: accept its licence at https://huggingface.co/{name}, then run `hf"
+            " auth login`"
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        return (
+            f"{missing} a model that you can see on the hub: check the spelling; if it is private,"
+            " run `hf auth login`"
+        )
+    if isinstance(error, HfHubHTTPError):
+        status = error.response.status_code
+        return f"the hub failed with status {status} when asked for {name!r}; try again later"
+    return (
+        f"{missing} in the cache, and there is no connection to the hub; give a folder, or check"
+        " the network"
+    )
 
 
 @contextmanager
@@ -107,31 +168,11 @@ def loading(what: str, remedy: str) -> Iterator[None]:
 
 
 def no_model(name: str, error: Exception) -> ModelError:
-    """The error for a model that transformers cannot find. error: from transformers, caused by an
-    error of the hub.
-    """
+    """The error for a model that transformers cannot read."""
     if wants_trust(error):
         return untrusted_code(name)
-    if Path(name).is_dir():
-        return ModelError(
-            f"no model at {name!r}: {first_line(error)}; give a folder with config.json and weights"
-        )
-    if isinstance(error.__cause__, GatedRepoError):
-        return ModelError(
-            f"{name!r} is gated: accept its licence at https://huggingface.co/{name}, then run `hf"
-            " auth login`"
-        )
-    if isinstance(error.__cause__, RepositoryNotFoundError):
-        return ModelError(
-            f"{name!r} is neither a local folder nor a model that you can see on the hub: check the"
-            " spelling; if the model is private, run `hf auth login` with a token that can read it"
-        )
-    with suppress(OSError, ValueError):  # the name or the network
-        if find_adapter_config_file(name):
-            return adapter_alone(name)
     return ModelError(
-        f"{name!r} is no folder here, and as a name on the hub it cannot be loaded:"
-        f" {first_line(error).rstrip('.')}; check name and network"
+        f"no model at {name!r}: {first_line(error)}; give a folder with config.json and weights"
     )
 
 
