@@ -22,6 +22,7 @@ from hasslefree.checkpoint.entries import LayerSpec
 from hasslefree.checkpoint.inspect import FolderSize, LayerSize, kind_table, layer_table
 from hasslefree.cli import app
 from hasslefree.cli.evaluate import result_tables
+from hasslefree.core.grids import Grid
 from hasslefree.demo.run import CALIBRATION, MODEL
 from hasslefree.recipe import listing
 from hasslefree.recipe.fields import GROUPS, Fields
@@ -104,6 +105,16 @@ def test_the_first_screen_of_compress_has_the_common_options():
     assert [name for name in common.split() if f"│ --{name} " not in screen] == []
 
 
+@pytest.mark.parametrize("name", ["compress", "plan"])
+def test_a_brief_help_fits_two_screens_and_names_every_option(name):
+    """Two screens of 24 lines. Oracle: the options of the command."""
+    brief = invoke(name, "-h")[1]
+    assert len(brief.splitlines()) <= 48
+    assert [option.opts[0] for option in COMMANDS[name].params if option.opts[0].upper() not in brief.upper()] == []
+    assert "Ridge on the diagonal" not in brief
+    assert "Ridge on the diagonal" in invoke(name, "--help")[1]
+
+
 @pytest.mark.parametrize(
     ("table", "about"),
     [(methods.METHODS, methods.ABOUT), (pruners.PRUNERS, pruners.ABOUT),
@@ -170,6 +181,25 @@ def test_a_large_model_is_a_line_for_each_kind_and_a_line_for_each_layer():
     assert all(line.split()[-1] == "56.2%" for line in lines)
     mixed = FolderSize("m", 1, (layer("a.0.q_proj"), layer("a.1.q_proj", "unstructured")), 0)
     assert [line.split()[1] for line in shown(kind_table(mixed)) if "q_proj" in line] == ["2:4", "unstructured"]
+
+
+def test_layers_of_different_bits_are_a_line_of_their_kind_with_ranges():
+    grids = {"a.0.q": 2, "a.0.down": 4, "a.1.q": 5, "a.1.down": 4}
+    layers = []
+    for name, bits in grids.items():
+        spec = LayerSpec("dense", (64, 64), 0, 4096, Grid(bits, 32, scale_bits=5))
+        layers.append(LayerSize(name, spec, "BF16", 1000, 8192, 0.1))
+    folder = FolderSize("m", 1, tuple(layers), 0)
+    lines = [line.split() for line in shown(kind_table(folder))]
+    assert " ".join(lines[0]) == "m: 4 compressed layers, dense, in groups of 32, scales of 5 bits"
+    assert lines[2] == ["kind", "layers", "bits", "relative", "error", "bytes", "of", "dense"]
+    assert lines[4:6] == [
+        ["q", "2", "2–5", "0.1", "2.0", "kB", "12.2%"],
+        ["down", "2", "4", "0.1", "2.0", "kB", "12.2%"],
+    ]
+    assert [line.split()[:2] for line in shown(layer_table(folder))[4:8]] == [
+        [name.removeprefix("a."), str(bits)] for name, bits in grids.items()
+    ]
 
 
 def test_a_long_path_is_folded_and_not_cut():

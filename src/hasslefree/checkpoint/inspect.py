@@ -2,6 +2,7 @@
 file headers.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -129,20 +130,22 @@ def kind_table(folder: FolderSize) -> Table:
     """A line for each kind of layer (q_proj, down_proj, …), with ranges over its layers, and the
     totals.
     """
-    kinds: dict[tuple[str, str], list[LayerSize]] = {}
+    kinds: dict[tuple[str, ...], list[LayerSize]] = {}
+    pattern = pattern_column(folder)
     for layer in folder.layers:
-        kinds.setdefault((layer.name.rpartition(".")[2], layer.spec.kind), []).append(layer)
-    lines = _table(folder, "kind", "layers")
-    for (kind, _), layers in kinds.items():
-        lines.add_row(escaped(kind), *_pattern(folder, layers), str(len(layers)), *_figures(layers))
+        kind = escaped(layer.name.rpartition(".")[2])
+        kinds.setdefault((kind, *[layer.spec.pattern] * len(pattern)), []).append(layer)
+    columns = columns_of(folder)
+    lines = table(["kind", *pattern], ["layers", *columns], title_of(folder))
+    for words, layers in kinds.items():
+        lines.add_row(*words, str(len(layers)), *cells(layers, columns))
     lines.add_section()
-    gap = [""] * len(_pattern(folder, folder.layers))
-    lines.add_row("compressed", *gap, str(len(folder.layers)), *_figures(folder.layers))
+    gap = [""] * len(pattern)
+    lines.add_row("compressed", *gap, str(len(folder.layers)), *cells(folder.layers, columns))
+    gap += [""] * (len(columns) - 1)
     other = folder.other_bytes
-    lines.add_row("the rest", *gap, "", "", "", size(other), "100.0%" if other else "")
-    lines.add_row(
-        "all", *gap, "", "", "", size(folder.bytes), f"{folder.bytes / folder.dense_bytes:.1%}"
-    )
+    lines.add_row("the rest", *gap, size(other), "100.0%" if other else "")
+    lines.add_row("all", *gap, size(folder.bytes), f"{folder.bytes / folder.dense_bytes:.1%}")
     return lines
 
 
@@ -151,38 +154,56 @@ def layer_table(folder: FolderSize) -> Table:
     names = [layer.name.split(".") for layer in folder.layers]
     heads = zip(*(name[:-1] for name in names), strict=False)
     shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, heads)]
-    lines = _table(folder, f"layer of {'.'.join(shared)}" if shared else "layer")
+    heading = f"layer of {'.'.join(shared)}" if shared else "layer"
+    pattern = pattern_column(folder)
+    columns = columns_of(folder)
+    lines = table([heading, *pattern], columns, title_of(folder))
     for name, layer in zip(names, folder.layers, strict=True):
-        lines.add_row(
-            escaped(".".join(name[len(shared) :])), *_pattern(folder, [layer]), *_figures([layer])
-        )
+        words = [escaped(".".join(name[len(shared) :])), *[layer.spec.pattern] * len(pattern)]
+        lines.add_row(*words, *cells([layer], columns))
     return lines
 
 
-def _table(folder: FolderSize, text: str, *numbers: str) -> Table:
+def title_of(folder: FolderSize) -> str:
+    """The folder, and what all its layers have in common: their pattern and grid, or the grid
+    without its bits.
+    """
+    title = f"{folder.folder}: {len(folder.layers)} compressed layers"
     kinds = {layer.spec.kind for layer in folder.layers}
-    title = f"{folder.folder}: {len(folder.layers)} compressed layers" + (
-        f", {kinds.pop()}" if len(kinds) == 1 else ""
-    )
-    pattern = ["pattern"] if _pattern(folder, folder.layers) else []
-    return table([text, *pattern], [*numbers, "rank", "relative error", "bytes", "of dense"], title)
+    if len(kinds) > 1:
+        kinds = {re.sub(r"int\d in", "in", kind) for kind in kinds}
+    if len(kinds) > 1:
+        return title
+    return f"{title}, {kinds.pop()}"
 
 
-def _pattern(folder: FolderSize, layers: Sequence[LayerSize]) -> list[str]:
-    """The cell of the pattern; none if all layers of the folder have the same."""
-    if len({layer.spec.kind for layer in folder.layers}) > 1:
-        return [layers[0].spec.kind]
+def pattern_column(folder: FolderSize) -> list[str]:
+    """The heading of the column of patterns; none if all layers of the folder have the same."""
+    if len({layer.spec.pattern for layer in folder.layers}) > 1:
+        return ["pattern"]
     return []
 
 
-def _figures(layers: Sequence[LayerSize]) -> list[str]:
+def columns_of(folder: FolderSize) -> list[str]:
+    """The headings of the figures: bits if they differ, ranks if there are any."""
+    columns = ["relative error", "bytes", "of dense"]
+    if any(layer.spec.rank for layer in folder.layers):
+        columns = ["rank", *columns]
+    if len({layer.spec.grid.bits for layer in folder.layers if layer.spec.grid}) > 1:
+        columns = ["bits", *columns]
+    return columns
+
+
+def cells(layers: Sequence[LayerSize], columns: Sequence[str]) -> list[str]:
+    """The figures of some layers, in the order of the columns."""
+    bits = [layer.spec.grid.bits for layer in layers if layer.spec.grid]
     errors = [layer.relative_error for layer in layers if layer.relative_error is not None]
     stored = sum(layer.bytes for layer in layers)
-    dense = sum(layer.dense_bytes for layer in layers)
-    error = span(errors, "{:.2g}") if errors else ""
-    return [
-        span([layer.spec.rank for layer in layers]),
-        error,
-        size(stored),
-        f"{stored / dense:.1%}",
-    ]
+    figures = {
+        "bits": span(bits) if bits else "",
+        "rank": span([layer.spec.rank for layer in layers]),
+        "relative error": span(errors, "{:.2g}") if errors else "",
+        "bytes": size(stored),
+        "of dense": f"{stored / sum(layer.dense_bytes for layer in layers):.1%}",
+    }
+    return [figures[column] for column in columns]
