@@ -83,7 +83,10 @@ class VersionError(HasslefreeError):
 
 
 class UnknownNameError(HasslefreeError):
-    """An unknown name of a method, pruner, solver, pattern or data set."""
+    """An unknown name of a method, pruner, solver, pattern or data set.
+
+    listed: what says the names that are known; all `known` if empty.
+    """
 
     def __init__(
         self,
@@ -91,11 +94,13 @@ class UnknownNameError(HasslefreeError):
         name: str,
         known: Iterable[str],
         fields: tuple[str, ...] = (),
+        listed: str = "",
     ):
         known = sorted(known)
         close = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        super().__init__(f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}", fields)
+        listed = listed or f"Known: {', '.join(known)}"
+        super().__init__(f"unknown {kind} {name!r}.{hint} {listed}", fields)
 
 
 class ShapeError(HasslefreeError):

@@ -148,7 +148,7 @@ def half(weight):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Grid(bits=7), "bits must be one of 2, 3, 4, 5, 6, 8, got 7; use bits=4"),
+        (lambda: Grid(bits=7), "bits must be one of 2, 3, 4, 5, 6, 8, got 7; use bits=6 or bits=8"),
         (lambda: Grid(symmetric=True, offset=True), "a symmetric grid has no offset"),
         (
             lambda: Grid(group=8, offset=True).check((4, 32), SemiStructured(2, 4)),

@@ -110,7 +110,10 @@ def test_small_groups_with_few_bits_of_scale_fit_better_in_the_same_bytes():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Grid(scale_bits=7), "scale_bits must be one of 3, 4, 5, 6, 8, got 7; use scale_bits=6"),
+        (
+            lambda: Grid(scale_bits=7),
+            "scale_bits must be one of 3, 4, 5, 6, 8, got 7; use scale_bits=6 or scale_bits=8",
+        ),
         (lambda: Grid(group=64, scale_bits=4, block=96), "a block of 96 inputs needs scale_bits, and groups that div"),
         (lambda: Grid(block=64), "a block of 64 inputs needs scale_bits"),
         (lambda: Grid(group=16, scale_bits=4, block=32).check((1, 48)), "blocks of 32 do not divide the 48 inputs"),

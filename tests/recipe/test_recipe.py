@@ -310,7 +310,7 @@ def test_the_grid_comes_from_the_recipe_and_makes_dense_the_default():
         ),
         ({"method": "wanda", "symmetric": False}, "method 'wanda' does not quantise S"),
         ({"method": "hassle-free", "group_size": 64, "rank": 2}, "does not quantise S.*with pruner='gptq'"),
-        ({"method": "gptq", "bits": 7}, "bits must be one of 2, 3, 4, 5, 6, 8, got 7; use bits=4"),
+        ({"method": "gptq", "bits": 7}, "bits must be one of 2, 3, 4, 5, 6, 8, got 7; use bits=6 or bits=8"),
         ({"method": "gptq", "group_size": -1}, "group_size must be at least 0, got -1"),
         (
             {"pattern": "dense", "rank": 2},

@@ -31,6 +31,19 @@ BITS = (2, 3, 4, 5, 6, 8)
 NARROWER = 0.02
 
 
+def check_bits(name: str, bits: int, allowed: Sequence[int]) -> None:
+    """Raise a GridError unless a number of bits is one of those that are allowed, in rising order;
+    it names the nearest ones.
+    """
+    if bits in allowed:
+        return
+    below = [each for each in allowed if each < bits][-1:]
+    above = [each for each in allowed if each > bits][:1]
+    nearest = " or ".join(option(name, each) for each in below + above)
+    listed = ", ".join(map(str, allowed))
+    raise GridError(f"{name} must be one of {listed}, got {bits}; use {nearest}", (name,))
+
+
 @dataclass(frozen=True)
 class Grid(Checked):
     """The values that S may have: 2^bits numbers in each group of inputs of a row.
@@ -62,12 +75,7 @@ class Grid(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bits not in BITS:
-            allowed = ", ".join(map(str, BITS))
-            raise GridError(
-                f"bits must be one of {allowed}, got {self.bits}; use {option('bits', 4)}",
-                ("bits",),
-            )
+        check_bits("bits", self.bits, BITS)
         if self.symmetric and self.offset:
             raise GridError(
                 "a symmetric grid has no offset; leave out one of symmetric and offset",
@@ -82,12 +90,7 @@ class Grid(Checked):
             )
 
     def _check_scale_bits(self, bits: int) -> None:
-        if bits not in SCALE_BITS:
-            allowed = ", ".join(map(str, SCALE_BITS))
-            raise GridError(
-                f"scale_bits must be one of {allowed}, got {bits}; use {option('scale_bits', 6)}",
-                ("scale_bits",),
-            )
+        check_bits("scale_bits", bits, SCALE_BITS)
         if self.group is None:
             raise GridError(
                 "a row with one scale has no multiples of it; use groups"

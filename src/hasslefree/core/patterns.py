@@ -62,8 +62,9 @@ class SemiStructured(Pattern):
 
     def __post_init__(self) -> None:
         if not 0 <= self.n <= self.m or self.m < 1:
+            meant = f"; use {self.m}:{self.n}" if 0 <= self.m < self.n else ""
             raise PatternError(
-                f"pattern {self.n}:{self.m} is impossible: N:M needs 0 <= N <= M and M >= 1"
+                f"pattern {self.n}:{self.m} is impossible: N:M needs 0 <= N <= M and M >= 1{meant}"
             )
 
     def __str__(self) -> str:

@@ -423,10 +423,13 @@ def layer_room(model: torch.nn.Module, plan: Plan, resolved: Resolved) -> int:
         )
     if room < used:
         least = as_size(used).rounded_up
+        quantised = ""
+        if resolved.solver.grid is None and resolved.method == "joint":
+            quantised = f", or {option('method', 'joint-grid')}, which also quantises S"
         raise BudgetError(
             f"a size of {size} is too small: the least possible with method"
             f" {resolved.method} is {least} ({layers[0].kind}, rank"
-            f" {layers[0].rank}); use {option('size', least)}",
+            f" {layers[0].rank}); use {option('size', least)}{quantised}",
             ("size",),
         )
     return room

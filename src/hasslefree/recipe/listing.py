@@ -82,7 +82,10 @@ def plug_in(name: str) -> tuple[Any, About]:
     if name in low_rank.LOW_RANK_SOLVERS:
         return low_rank.LOW_RANK_SOLVERS[name], low_rank.ABOUT[name]
     raise UnknownNameError(
-        "method, pruner or low-rank solver", name, [*methods.METHODS, *low_rank.LOW_RANK_SOLVERS]
+        "method, pruner or low-rank solver",
+        name,
+        [*methods.METHODS, *low_rank.LOW_RANK_SOLVERS],
+        listed=methods.LISTED,
     )
 
 

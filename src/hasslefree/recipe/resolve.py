@@ -7,8 +7,9 @@ from typing import Any
 
 from hasslefree.core.budgets import Budget
 from hasslefree.core.factors import check_factor_bits
-from hasslefree.core.grids import BITS, Grid
+from hasslefree.core.grids import BITS, Grid, check_bits
 from hasslefree.core.protocols import Method
+from hasslefree.core.scales import SCALE_BITS
 from hasslefree.errors import HasslefreeError, Problem, RecipeError, option
 from hasslefree.recipe.engines import ENGINES, K_TYPES, WIDE_TYPES, grid_for, refusal
 from hasslefree.recipe.fields import NAMES, Allocate, Fields
@@ -169,6 +170,8 @@ def resolve(recipe: Fields, with_text: bool = True) -> Resolved:
         solver.check(settings.rank or 0)
     except HasslefreeError as error:
         problems.append(Problem(error.fields or ("method",), error.message))
+    if solver is not None and not problems:  # a wrong pattern is not a missing budget
+        problems += budget_problems(settings, solver)
     problems += combination_problems(settings, solver)
     if with_text:
         problems += refusals(lambda: check_calibration(settings.calibration), "calibration")
@@ -341,6 +344,8 @@ def movable(recipe: Fields) -> bool:
 def build_solver(recipe: Fields) -> Method:
     """Build the method with the hyper-parameters and parts that the recipe names."""
     parts = {name: getattr(recipe, name) for name in METHOD_FIELDS}
+    if recipe.scale_bits is not None:
+        check_bits("scale_bits", recipe.scale_bits, (*SCALE_BITS, FLOAT_BITS))
     if recipe.scale_bits == FLOAT_BITS:
         parts["scale_bits"] = None
     elif recipe.scale_bits and recipe.group_size is None:
@@ -350,8 +355,6 @@ def build_solver(recipe: Fields) -> Method:
 
 def combination_problems(recipe: Fields, solver: Method | None) -> Iterator[Problem]:
     """What is wrong with fields together. solver: None if the method cannot be built."""
-    if solver is not None:
-        yield from budget_problems(recipe, solver)
     if recipe.factor_bits is not None:
         yield from factor_problems(recipe, recipe.factor_bits)
     if recipe.pattern == "dense" and not has_grid(recipe):
@@ -470,8 +473,7 @@ def end_grid(recipe: Fields, grid: Grid | None, bits: int) -> Grid:
 def embedding_problems(recipe: Fields, bits: int, grid: Grid | None) -> Iterator[Problem]:
     """Why the embedding and the head cannot have these bits. grid: of the layers."""
     if bits not in BITS:
-        allowed = ", ".join(map(str, BITS))
-        yield Problem(("embedding_bits",), f"embedding_bits must be one of {allowed}, got {bits}")
+        yield from refusals(lambda: check_bits("embedding_bits", bits, BITS), "embedding_bits")
     elif recipe.engine and not ENGINES[recipe.engine].embeddings:
         yield Problem(
             ("embedding_bits", "engine"),

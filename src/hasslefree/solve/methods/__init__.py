@@ -226,19 +226,22 @@ def settings_of(method: Any) -> set[str]:
     return {field.name for field in dataclasses.fields(method)}
 
 
+# Ends an error about an unknown name.
+LISTED = "`hasslefree methods` lists all names"
+
+
 def look_up(
     kind: str,
     name: str,
     table: dict[str, Any],
     field: str,
 ) -> Any:
-    """The entry of this name in a table; UnknownNameError, with the names of the table, if it has
-    none.
+    """The entry of this name in a table; UnknownNameError if it has none.
 
     Args:
         kind: the noun of the entries.
         field: the argument that gave the name.
     """
     if name not in table:
-        raise UnknownNameError(kind, name, table, (field,))
+        raise UnknownNameError(kind, name, table, (field,), LISTED)
     return table[name]
