@@ -98,7 +98,9 @@ def test_minutes_that_the_layers_alone_take_are_an_error_after_three_blocks(tmp_
     for module in ("pipeline.block", "progress", "train.trainer"):
         monkeypatch.setattr(f"hasslefree.{module}.time", SimpleNamespace(perf_counter=clock))
     monkeypatch.setattr(blockwise, "compress_block", compressed)
-    with pytest.raises(RecipeError, match="40 minutes are too short.* take 60.* give resume=True and minutes=120"):
+    with pytest.raises(
+        RecipeError, match="40 minutes are too short.* take 60.* continue with resume=True and minutes=120"
+    ):
         run(40)
     assert blocks == [0, 1, 2]
     assert not (tmp_path / "out").exists()

@@ -233,7 +233,7 @@ def test_a_compression_reads_a_short_text_again_and_says_so(tmp_path, caplog):
     recipe = Recipe(rank=2, rounds=2, allocate="uniform", match_predictions=160)
     record = hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments(6, 16))
     assert record.predictions["tokens"] == 160
-    assert "the text has 6 of the 11 segments that the training asks for, and is read again" in caplog.text
+    assert "the calibration text has 6 of the 11 segments for fine-tuning, and is read more than once" in caplog.text
 
 
 def test_a_training_with_a_deadline_reads_the_text_until_then(two_held_out, monkeypatch):

@@ -133,7 +133,8 @@ def check_time(job: Job, needed: float) -> None:
         least = math.ceil((end - began) / 60)
         raise RecipeError(
             f"{(deadline - began) / 60:g} minutes are too short: by the speed of the first {TIMED}"
-            f" blocks, the layers alone take {least}, and fine-tuning comes after them; give"
+            f" blocks, the layers alone take {least} minutes, and fine-tuning comes after them; the"
+            " finished blocks are kept: continue with"
             f" {option('resume', True)} and {option('minutes', 2 * least)}",
             ("minutes",),
         )

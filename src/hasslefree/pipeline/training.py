@@ -49,10 +49,10 @@ def matching_text(job: Job) -> Tensor | None:
     if len(segments) < count:
         is_read_again = passes_over(len(segments), tokens, seqlen) > 1 or job.resolved.minutes
         logger.warning(
-            "the text has %d of the %d segments that the training asks for%s",
+            "the calibration text has %d of the %d segments for fine-tuning%s",
             len(segments),
             count,
-            ", and is read again" if is_read_again else "",
+            ", and is read more than once" if is_read_again else "",
         )
     segments = segments[:count]
     least = max(2, job.world.size)

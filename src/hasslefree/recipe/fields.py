@@ -132,8 +132,8 @@ class Fields:
     the effort's)."""
     minutes: float | None = declared(None, LEVERS, gt=0, le=10**6)
     """Time for the whole run: fine-tuning reads its text again until the time is over, so the
-    result depends on the speed of the machine (no default: fine-tuning reads its text once; with
-    minutes, the effort is best)."""
+    result depends on the speed of the machine (no default: fine-tuning reads its text once, a short
+    one at most three times; with minutes, the effort is best)."""
     check: bool = declared(True, TEXT)
     """Measure the perplexity before and after, on text that was held out."""
     leave_dense: tuple[str, ...] = declared((), BUDGET, strict=False)
