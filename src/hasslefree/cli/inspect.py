@@ -10,6 +10,7 @@ from hasslefree.cli.common import OUTPUT, Device, Folder, Json, Output, Quiet, T
 from hasslefree.errors import OutputError, PromptError
 
 SAMPLES = "Samples of text"
+PAGE = "The page to write; an earlier one is replaced."
 PROMPT = (
     "Text that the compressed and the dense model continue on the page; repeatable (default: none)."
 )
@@ -46,9 +47,7 @@ def write_report(
         list[Path],
         typer.Argument(metavar="OUT", help="Compressed folders and evaluate's JSON files."),
     ],
-    output: Annotated[Path, flag(OUTPUT, "The page to write.", metavar="FILE")] = Path(
-        "report.html"
-    ),
+    output: Annotated[Path, flag(OUTPUT, PAGE, metavar="FILE")] = Path("report.html"),
     figures: Annotated[
         Path | None, flag(OUTPUT, "Folder for the figures as PNG and SVG (default: none).")
     ] = None,
@@ -67,12 +66,13 @@ def write_report(
     each folder, and from the JSON files that are named beside the folders, which may be those of
     the dense model.
     """
-    from hasslefree.checkpoint.output import PAGE, check_file, write_whole
+    from hasslefree.checkpoint.output import PAGE as BEGINNING
+    from hasslefree.checkpoint.output import check_file, write_whole
     from hasslefree.report.charts import write_figures
     from hasslefree.report.content import read_content
     from hasslefree.report.page import render
 
-    check_file(output, PAGE)
+    check_file(output, BEGINNING)
     if figures is not None and figures.exists() and not figures.is_dir():
         raise OutputError(f"--figures {figures} is a file; give a folder")
     prompts = prompt or []

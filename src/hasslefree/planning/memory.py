@@ -55,6 +55,8 @@ PROBES = "probes"
 TRAINING = "training"
 MASTERS = "masters"
 STATES = "hidden states"
+# The least share of a peak that a term is named for.
+NAMED = 0.02
 # Bytes by one of these names.
 Terms = dict[str, int]
 
@@ -98,13 +100,16 @@ class Footprint:
         return Footprint(self.setup, device, ram)
 
     def peaks(self) -> dict[str, str]:
-        """The peak of each memory, with its terms, and what is available, in words."""
+        """The peak of each memory, with its largest terms, and what is available, in words."""
         terms = {self.setup.device: self.device, RAM: self.ram}
         peaks = {}
         for device, taken in terms.items():
             name = "RAM" if device == RAM else str(device)
             free = free_memory(device, self.setup.processes)
-            listed = ", ".join(f"{term} {size(amount)}" for term, amount in taken.items() if amount)
+            least = NAMED * total(taken)
+            listed = ", ".join(
+                f"{term} {size(amount)}" for term, amount in taken.items() if amount > least
+            )
             peaks[f"peak of {name}"] = f"{size(total(taken))}, of {size(free)} available: {listed}"
         return peaks
 
