@@ -1,9 +1,11 @@
 """What every command shares: the application, its options, the console, and the results."""
 
+import copy
 import json
 import os
 import platform
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -55,6 +57,11 @@ errors = Console(stderr=True, soft_wrap=not ON_TERMINAL)
 LIST_FLAGS = ("--perplexity", "--tasks", "--leave-dense", "--calibration")
 
 
+# A command with more parameters has a brief help. The key says whether -h asked for it.
+MANY = 30
+BRIEF = "hasslefree.brief"
+
+
 class UntypedSwitches:
     """A command, or a group of them, whose help shows no type of a switch."""
 
@@ -75,6 +82,16 @@ class Commands(UntypedSwitches, TyperGroup):
         super().__init__(**settings)
         for command in self.commands.values():  # --verbose may stand before a command or after it
             command.params += [option for option in self.params if option.name == "verbose"]
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Say what a word in the place of a command was meant for."""
+        name = args[0]
+        if name == "serve":
+            ctx.fail("No such command 'serve'. vLLM serves compressed folders: `vllm serve OUT`")
+        if "/" in name or Path(name).is_dir():
+            meant = f"hasslefree compress {shlex.join(args)}"
+            ctx.fail(f"No such command {name!r}. Did you mean `{meant}`?")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -99,6 +116,7 @@ class Command(UntypedSwitches, TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Repeat a list flag before each of its values, as the parser wants it."""
+        ctx.meta[BRIEF] = "-h" in args
         words: list[str] = []
         repeated: list[int] = []
         flag = ""
@@ -114,6 +132,27 @@ class Command(UntypedSwitches, TyperCommand):
             if parameter.required and not isinstance(given.get(parameter.name), str) and repeated:
                 del words[repeated.pop()]
         return super().parse_args(ctx, words)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Explain all options; or, with -h, the common ones of a command that has many, and name
+        the others.
+        """
+        if not ctx.meta.get(BRIEF) or len(self.params) <= MANY:
+            super().format_help(ctx, formatter)
+            return
+        brief = copy.copy(self)
+        brief.params = []
+        others: dict[str, list[str]] = {}
+        for parameter in self.params:
+            heading = getattr(parameter, "rich_help_panel", None)
+            if heading is None:
+                brief.params.append(parameter)
+            else:
+                others.setdefault(heading, []).append(parameter.opts[0])
+        lines = [f"`{ctx.command_path} --help` explains all options. The others are:"]
+        lines += [f"{heading}: {', '.join(names)}" for heading, names in others.items()]
+        brief.epilog = "\n\n".join(lines)
+        TyperCommand.format_help(brief, ctx, formatter)
 
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -151,7 +190,7 @@ VERBOSE = flag(
 
 
 @app.callback(
-    epilog="Start with `hasslefree demo`; `hasslefree COMMAND -h` lists all options of a command."
+    epilog="Start with `hasslefree demo`; `hasslefree COMMAND --help` explains all options."
 )
 def root(
     versions: Annotated[bool, VERSIONS] = False, verbose: Annotated[bool, VERBOSE] = False

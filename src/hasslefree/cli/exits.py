@@ -2,15 +2,19 @@
 and an exit code.
 """
 
+import difflib
 import os
 import sys
 import traceback
 from contextlib import suppress
+from typing import Any
 
 from hasslefree.cli.common import errors
 from hasslefree.errors import WENT_WRONG, HasslefreeError, with_flags
 from hasslefree.escaping import escaped
 
+# The similarity of an option that was perhaps meant, from 0 to 1.
+CLOSE = 0.75
 # Errors of Python and torch that a user can cause, with what they mean.
 MEANINGS = {
     MemoryError: "not enough memory{cause}; use smaller inputs, or a machine with more memory",
@@ -41,6 +45,31 @@ def report(error: Exception, verbose: bool) -> int:
     return code
 
 
+def usage_sentence(error: Any) -> str:
+    """What is wrong with the words that were typed, and how the command is called.
+
+    error: a UsageError of typer.
+    """
+    cause = error.format_message()
+    if getattr(error, "possibilities", None):  # any options that share a letter or two
+        close = difflib.get_close_matches(error.option_name, error.possibilities, 1, CLOSE)
+        cause = error.message.rstrip(".") + "".join(f". Did you mean {name}?" for name in close)
+    cause = escaped(cause).rstrip(".")
+    context = error.ctx
+    path = context.command_path
+    words = [path]
+    for parameter in context.command.params:
+        if parameter.param_type_name == "argument":
+            words.append(parameter.metavar)
+        elif parameter.required:
+            words += [parameter.opts[0], parameter.metavar]
+    end = "" if cause.endswith("?") else "."
+    if words == [path]:
+        return f"{cause}{end} `{path} --help` lists the commands"
+    called = " ".join(words)
+    return f"{cause}{end} The command is `{called}`; `{path} --help` lists its options"
+
+
 def sentence_for(error: Exception) -> tuple[str | None, int]:
     """Say in a sentence what an exception means.
 
@@ -50,11 +79,8 @@ def sentence_for(error: Exception) -> tuple[str | None, int]:
     """
     if isinstance(error, HasslefreeError):
         return with_flags(error.message), 1 if isinstance(error, WENT_WRONG) else 2
-    usage = getattr(error, "format_message", None)
-    if usage is not None:  # the command line could not be parsed
-        path = getattr(getattr(error, "ctx", None), "command_path", "hasslefree")
-        cause = escaped(usage()).rstrip(".").replace("'?", "'")
-        return f"{cause}; `{path} --help` lists what can be given", 2
+    if hasattr(error, "format_message"):  # the command line could not be parsed
+        return usage_sentence(error), 2
     if isinstance(error, OSError):
         file = error.filename or "a file, or standard output"
         cause = error.strerror or str(error)

@@ -30,7 +30,7 @@ DESTINATION = "The folder to write; for gguf, a file if its name ends with .gguf
 def call_export(
     folder: Folder,
     destination: Annotated[Path, typer.Argument(metavar="DEST", help=DESTINATION)],
-    to: Annotated[str, flag(OUTPUT, FORMATS)],
+    to: Annotated[str, flag(OUTPUT, FORMATS, metavar="FORMAT")],
     template: Annotated[Path | None, flag(OUTPUT, TEMPLATE, metavar="FILE")] = None,
     converter: Annotated[Path | None, flag(OUTPUT, CONVERTER, metavar="PATH")] = None,
     max_shard_size: Annotated[str, flag(OUTPUT, "Maximum size of a weight file.")] = "5GB",
