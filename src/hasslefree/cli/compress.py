@@ -218,9 +218,9 @@ def plan(
 ) -> None:
     """Show the memory, disk and time that `compress` would take.
 
-    The options are those of `compress`. Only the configuration of MODEL is read, and no weights.
-    With --size MODEL and the calibration text are read too, and the bits and ranks of each kind of
-    layer are shown.
+    The options are those of `compress`. For a size (the default), MODEL and the calibration text
+    are read to choose bits and ranks; otherwise, or with --allocate uniform, only the configuration
+    of MODEL.
     """
     from hasslefree.models.load import resolve_device
     from hasslefree.planning.setup import setup_of
@@ -231,7 +231,8 @@ def plan(
     )
     content: dict[str, Any] = {}
     tables: list[Any] = []
-    if recipe.size and setup.resolved.allocate == "error":
+    shares_size = setup.resolved.size is not None and setup.resolved.allocate == "error"
+    if shares_size and not plan_summary(setup)["problem"]:
         from hasslefree.pipeline.advise import advise
 
         with phase_bars() as progress:

@@ -77,13 +77,6 @@ def plan_table(setup: Setup, *more: Table) -> Group:
     plan = plan_summary(setup)
     title = f"{plan['blocks']} blocks, {len(setup.plan.matrices)} layers"
     totals = Table.grid(padding=(0, 3, 0, 1), pad_edge=True)
-    resolved = setup.resolved
-    if resolved.size and resolved.allocate == "error" and not more:
-        note = (
-            "the same everywhere in this table; compress chooses them by layer, as plan --size"
-            f" {resolved.size} shows"
-        )
-        totals.add_row("bits and ranks", note)
     kept = plan["kept"]
     dense = plan["dense"]
     if kept < dense:  # a matrix on a grid keeps all of them, in fewer bits
