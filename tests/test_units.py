@@ -3,7 +3,7 @@
 import pytest
 
 from hasslefree.errors import BudgetError
-from hasslefree.units import Size, duration, percent
+from hasslefree.units import Size, duration
 
 DAY = 86_400
 
@@ -24,9 +24,3 @@ def test_part_of_a_byte_is_no_size():
         Size.parse("5.2")
     assert Size.parse("5.2bits") == Size(5.2, True)
     assert Size.parse("2000000") == Size(2_000_000)
-
-
-def test_per_cent():
-    """By hand: two significant digits, and no exponent however large."""
-    shares = {0.0: "0 %", 0.00314: "0.31 %", 0.0996: "10 %", 0.404: "40 %", 2.04: "200 %", 123.4: "12,000 %"}
-    assert {share: percent(share) for share in shares} == shares

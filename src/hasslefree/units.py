@@ -17,7 +17,7 @@ from rich.text import Text
 from hasslefree.errors import BudgetError, option
 from hasslefree.escaping import escaped
 
-__all__ = ["FLOAT", "Size", "duration", "percent", "significant", "size", "span", "table"]
+__all__ = ["FLOAT", "Size", "duration", "significant", "size", "span", "table"]
 
 # Bytes of a float32 number.
 FLOAT = 4
@@ -91,12 +91,6 @@ def duration(seconds: float) -> str:
 def significant(value: float, digits: int = 4) -> float:
     """A number rounded to so many significant digits."""
     return float(f"{value:.{digits}g}")
-
-
-def percent(share: float) -> str:
-    """A share in per cent, with two significant digits or as a whole number."""
-    value = significant(100 * share, 2)
-    return f"{value:,.0f} %" if value >= 10 else f"{value:g} %"
 
 
 class _Rows(Table):

@@ -33,7 +33,7 @@ def test_the_totals_by_hand():
 def test_a_summary_by_hand():
     layers = tuple(
         LayerRecord(name, LayerSpec("2:4", (4, 8), 2, 16), error, error, 1.0, bytes=500, dense_bytes=1000)
-        for name, error in {"a.q": 0.012, "b.<i>": 0.4, "c.q\x1b": 0.003, "d.q": 0.0001}.items()
+        for name, error in {"a.q": 0.012, "b.<i>": 1234.0, "c.q\x1b": 0.003, "d.q": 0.0001}.items()
     )
     kl = {"mean": 0.0123, "median": 0.004, "percentile_99": 0.2, "same_top_token": 0.9753}
     held_out = {"dense": 22.704, "compressed": 25.1, "segments": 8, "kl": kl}
@@ -46,9 +46,10 @@ def test_a_summary_by_hand():
         "                   on 8 × 512 held-out tokens of the calibration text;",
         "                   text of other kinds may lose more",
         "KL from dense      mean 0.012, 99th percentile 0.2 nats; same top token 97.5 %",
-        "lost most          40 % of the output of b.<i>",
-        "                   1.2 % of the output of a.q",
-        r"                   0.3 % of the output of c.q\x1b",
+        "largest errors     1,200 in b.<i>",
+        "                   0.012 in a.q",
+        r"                   0.003 in c.q\x1b",
+        "                   (relative, of the squared output on the calibration text)",
         "time               11 min",
     ]
     for older in ({"kl": None}, {}):

@@ -24,7 +24,7 @@ from hasslefree.packed.spec import LayerSpec
 from hasslefree.progress import PhaseTime
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.texts.shares import MIXED
-from hasslefree.units import duration, percent, size
+from hasslefree.units import duration, significant, size
 from hasslefree.validation import Count, Figure, InvalidError, Share, validated
 
 # A number that JSON holds.
@@ -235,10 +235,11 @@ class Record:
         if self.held_out_code:
             rows["on code"] = perplexity_of_code(self, self.held_out_code)
         worst = sorted(self.layers, key=lambda layer: -layer.relative_error)[:LOST_MOST]
-        lost = [f"{percent(layer.relative_error)} of the output of {layer.name}" for layer in worst]
-        rows["lost most"] = "\n".join(
-            lost + ["(before the fine-tuning)"] * (self.predictions is not None)
-        )
+        errors = [f"{significant(layer.relative_error, 2):,g} in {layer.name}" for layer in worst]
+        errors.append("(relative, of the squared output on the calibration text")
+        if self.predictions is not None:
+            errors[-1] += ",\nbefore the fine-tuning"
+        rows["largest errors"] = "\n".join(errors) + ")"
         unreached = sum(NEVER_ROUTED in layer.remarks for layer in self.layers)
         if unreached:
             rows["experts"] = (

@@ -40,6 +40,12 @@ if TYPE_CHECKING:
 
 # In the name of a layer in a block. vLLM serves compressed layers there, and no embedding or head.
 IN_BLOCK = re.compile(r"\.\d+\.")
+# What a user of a result must know, in lines of at most 80 columns.
+SMALL_ELSEWHERE = """\
+To run a small file in llama.cpp, vLLM or MLX, compress again with --engine."""
+IMPORT_FIRST = """\
+In Python, `import hasslefree` before transformers loads the folder: otherwise
+the compressed layers get random weights, and transformers only warns."""
 SETTINGS = "List the settings of this method, pruner or low-rank solver instead."
 # The options that most users need stand before all headings, in a line or two; the page on recipes
 # says more.
@@ -196,9 +202,15 @@ def next_commands(out: Path, recipe: Recipe, report: "Record") -> str:
     target = targets.get(recipe.engine or "", "dense DEST")
     commands = [f"hasslefree chat {folder}", f"hasslefree report {folder}"]
     if all(IN_BLOCK.search(layer.name) for layer in report.layers):
-        commands.append(f"vllm serve {folder}  # with hasslefree[vllm]")
+        note = "with hasslefree[vllm]"
+        if recipe.engine != "vllm":
+            note += "; as large in memory as the dense model"
+        commands.append(f"vllm serve {folder}  # {note}")
     commands.append(f"hasslefree export {folder} --to {target}")
-    return "Next:  " + "\n       ".join(commands)
+    listed = "Next:  " + "\n       ".join(commands)
+    if recipe.engine is None and any(layer.spec.grid for layer in report.layers):
+        listed += "\n\n" + SMALL_ELSEWHERE
+    return f"{listed}\n\n{IMPORT_FIRST}"
 
 
 @command(rich_help_panel=COMPRESS)
