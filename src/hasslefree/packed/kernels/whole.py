@@ -258,4 +258,8 @@ def key_of(layer: "SparseLowRankLinear") -> tuple[tuple[int, int], ...]:
 @cache
 def log_slower(obstacle: str) -> None:
     """Log once why layers are slow."""
-    logger.warning("S is unpacked at every call, which is slow: %s", obstacle)
+    logger.warning(
+        "S is unpacked at every call, which is slow (%s); the backend unpacked (--backend unpacked)"
+        " is faster, and takes the memory of the dense model",
+        obstacle.partition(";")[0],
+    )
