@@ -36,13 +36,6 @@ def gap_of(perplexity: dict[str, float], dense: dict[str, float]) -> float:
     return mean(math.log(perplexity[text] / dense[text]) for text in dense)
 
 
-def two_four(content: Content) -> Iterable[Row]:
-    """The efforts at 2:4, with their seconds over those of `fast`."""
-    rows = list(measured(content, [name for name in content["results"] if name != "dense"]))
-    [fast] = (row["cpu_seconds"] for row in rows if row["name"] == "fast")
-    return [row | {"over_fast": row["cpu_seconds"] / fast} for row in rows]
-
-
 # The flags of rows at 2:4 + rank 16.
 FLAGS = {
     "fast": "`--effort fast`",
@@ -56,12 +49,13 @@ FLAGS = {
 
 def at_two_four(content: Content) -> Iterable[Row]:
     """The efforts at 2:4 and the published methods, each next to the dense model of its own machine, by their loss."""
+    efforts = measured(content, [name for name in content["results"] if name != "dense"])
     published = load("real_model")
     names = [name for name in published["results"] if name not in ("dense", "fast", "balanced", "best")]
-    rows = [*two_four(content), *({"over_fast": None, **row} for row in measured(published, names))]
+    rows = [row | {"minutes": row["cpu_seconds"] / 60} for row in efforts]
+    rows += [row | {"minutes": None} for row in measured(published, names)]
     for row in sorted(rows, key=lambda row: row["gap"]):
-        minutes = row["cpu_seconds"] / 60 if row["over_fast"] else None
-        yield row | {"minutes": minutes, "flags": FLAGS.get(row["name"], f"`--method {row['name']}`")}
+        yield row | {"flags": FLAGS.get(row["name"], f"`--method {row['name']}`")}
 
 
 def ablations(content: Content) -> Iterable[Row]:
