@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -154,12 +155,9 @@ def long_enough(
     except CalibrationError:
         if len(documents) < 2:
             raise
-
-    def encoded_rows(document: Document | Joined) -> Tensor:
-        return encode_document(tokenizer, document)
-
-    groups = joined(documents, encoded_rows, size[1])
-    segments = draw_segments(groups, encoded_rows, *size, texts.shares[name])
+    encode = partial(encode_document, tokenizer)
+    groups = joined(documents, encode, size[1])
+    segments = draw_segments(groups, encode, *size, texts.shares[name])
     texts.documents[name] = groups
     logger.info(
         "the documents of %s are short: about %d of them are joined for a segment",
@@ -213,11 +211,8 @@ def another_part(
 
     Arguments and result as for `more_text`.
     """
-
-    def encoded(document: Document | Joined) -> Tensor:
-        return encode_document(tokenizer, document)
-
-    segments = disjoint_segments(documents, encoded, count, seqlen, recipe.seed, used)
+    encode = partial(encode_document, tokenizer)
+    segments = disjoint_segments(documents, encode, count, seqlen, recipe.seed, used)
     return begin_with(segments, first_tokens(tokenizer, recipe))
 
 

@@ -108,11 +108,6 @@ class Run:
         return model_name(self.record.model)
 
     @property
-    def bits_per_weight(self) -> float:
-        """Of the compressed layers, with all that is stored for them."""
-        return 8 * self.sizes.layer_bytes / self.record.dense_parameters
-
-    @property
     def outside(self) -> list[LayerRecord]:
         """The compressed layers outside the blocks: the embedding and the head."""
         return [layer for layer in self.record.layers if place(layer.name)[0] == OUTSIDE]
