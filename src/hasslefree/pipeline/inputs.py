@@ -91,8 +91,8 @@ def check_segments(model: PreTrainedModel, segments: Tensor, world: World) -> No
     """Check calibration segments.
 
     Raises:
-        CalibrationError: they are not (samples, seqlen) tokens, at least one segment per process.
-        ModelError: they are not tokens of the model.
+        CalibrationError: they are not (samples, seqlen) tokens of the model, at least one segment
+            per process.
     """
     has_shape = segments.ndim == 2 and len(segments) >= 1 and segments.shape[1] >= 2
     if not has_shape or segments.is_floating_point():
@@ -106,4 +106,7 @@ def check_segments(model: PreTrainedModel, segments: Tensor, world: World) -> No
             f" {len(segments)}; use fewer processes, or more {option('samples')}"
         )
     resolve_seqlen(model, segments.shape[1])
-    check_ids(model, segments)
+    try:
+        check_ids(model, segments)
+    except ModelError as error:
+        raise CalibrationError(error.message) from None
