@@ -15,7 +15,7 @@ COMMANDS = "`hasslefree --help` lists the commands"
 BUDGET = "method joint needs a budget: give a rank such as --rank 64 (0 for S alone), --ratio or --size"
 # As a .jsonl file without documents of 512 tokens.
 SHORT = "no document of the calibration text has 512 tokens: the longest of 1 has 7; use longer documents"
-HELD = "is already quantised or compressed; start from the original checkpoint"
+HELD = "is already quantised or compressed (hasslefree); start from the checkpoint that it was made from"
 # What is typed, with MODEL for a dense folder and OUT for a compressed one → the sentence. NEW does not exist.
 MISTAKES = {
     "compress MODEL": f"Missing argument 'OUT'. {COMPRESS}",
@@ -51,8 +51,7 @@ MISTAKES = {
     "methods awq": "unknown method, pruner or low-rank solver 'awq'. `hasslefree methods` lists all names",
     "compress MODEL NEW --engine ollama": "engine must be 'transformers', 'llama.cpp', 'mlx' or 'vllm', got 'ollama'",
     "compress MODEL NEW --device cuda:99": "use --device cpu",
-    "compress MODEL NEW --calibration foo": "unknown text 'foo'. Known: a .jsonl file, a .txt file, c4, chat, code, "
-    "languages, mixed, ptb, python, self, wikipedia, wikitext2",
+    "compress MODEL NEW --calibration foo": "c4, chat, code, languages, mixed, ptb, python, self, wikipedia, wikitext2",
     "compress MODEL NEW --calibration none.txt": "the text file none.txt does not exist; check its path",
     "compress MODEL NEW --calibration SHORT": SHORT,
     "compress MODEL NEW --calibration c4": "the text 'c4' could not be downloaded from the hub (no connection); give a "
