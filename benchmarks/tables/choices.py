@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tables.engine import Content, Row, Table
+from tables.engine import Content, Row, Table, load
 from tables.models import MODEL, in_percent, over_seeds
 from tables.real import REAL_NOTE, measured
 
@@ -85,23 +85,48 @@ def in_words(name: str) -> str:
     return name
 
 
-# The row that README begins with, and the one of another program that it stands beside.
-HEADLINE = "105MB, balanced"
-BESIDE = "llama.cpp Q4_K_M, matrix"
+# By model: the row of ours that README begins with, its flags, and the row of llama.cpp of the same size, the better of
+# those with and without a matrix.
+EQUAL_FILES = {
+    "Qwen2.5-Coder-0.5B-Instruct": ("398MB, fast", "--size 398MB --effort fast", "llama.cpp Q4_K_M"),
+    "SmolLM2-135M-Instruct": ("105MB, balanced", "--size 105MB", "llama.cpp Q4_K_M, matrix"),
+}
 
 
-def headline(content: Content) -> Row:
-    """The dense model, ours, and a rival, in one sentence."""
-    rows = {row["name"]: row for row in whole_files(content)}
-    return {"dense": rows["dense"], "ours": rows[HEADLINE], "rival": rows[BESIDE]}
+def equal_files(content: Content) -> Iterable[Row]:
+    """Files of the same size, ours and llama.cpp's, for each model."""
+    for model, (ours, flags, rival) in EQUAL_FILES.items():
+        rows = {row["name"]: row for row in whole_files(load(f"whole_files_{model}"))}
+        dense = rows["dense"]["megabytes"]
+        yield rows[ours] | {"model": f"{model}, {dense:.0f} MB", "words": f"hasslefree, `{flags}`"}
+        yield rows[rival] | {"model": "", "words": rival.replace(", matrix", ", importance matrix")}
+
+
+def whole_files_of(model: str) -> Table:
+    """The table of every row of a model."""
+    return Table(
+        f"whole_files_{model}",
+        f"python benchmarks/four_bits.py {model}",
+        (
+            ("", "{words}"),
+            ("whole file, MB", "{megabytes:.1f}"),
+            ("bytes per layer weight", "{bytes:.3f}"),
+            ("*", "{percent[*]:.1f} %"),
+            ("CPU minutes", "{cpu_minutes:.1f}"),
+        ),
+        whole_files,
+        note="{model}, off its grid (σ = {off_grid[sigma]}, seed {off_grid[seed]}); calibrated on {samples} × {seqlen} "
+        "tokens of C4. Perplexity increase on {max_tokens} tokens of each text, in windows of {window}, in {dtype}; "
+        "mean and worst are those of the texts other than C4. On {where}.",
+    )
 
 
 # What README offers: the goal, the row and the flags.
 SETTINGS = (
-    ("closest to dense, in the size of llama.cpp's Q4_K_M", HEADLINE, "hasslefree compress MODEL OUT --size 105MB"),
-    ("**the default**", "5.2bits, balanced", "hasslefree compress MODEL OUT"),
-    ("no fine-tuning", "5.2bits, fast", "hasslefree compress MODEL OUT --effort fast"),
-    ("smallest", "4.3bits, best", "hasslefree compress MODEL OUT --size 4.3bits --effort best"),
+    ("closest to dense, in the size of llama.cpp's Q4_K_M", "105MB, balanced", "--size 105MB"),
+    ("**the default**", "5.2bits, balanced", ""),
+    ("no fine-tuning", "5.2bits, fast", "--effort fast"),
+    ("smallest", "4.3bits, best", "--size 4.3bits --effort best"),
 )
 
 
@@ -109,29 +134,28 @@ def settings(content: Content) -> Iterable[Row]:
     """Settings of ours, with how much they raise the perplexity. A row that is not measured yet is left out."""
     rows = {row["name"]: row for row in whole_files(content)}
     yield rows["dense"] | {"goal": "dense", "command": ""}
-    for goal, name, command in SETTINGS:
+    for goal, name, flags in SETTINGS:
         if name in rows:
-            yield rows[name] | {"goal": goal, "command": f"`{command}`"}
+            yield rows[name] | {"goal": goal, "command": f"`{flags}`" if flags else "none"}
 
 
 WHOLE_FILES = "whole_files_SmolLM2-135M-Instruct"
 FOUR_BITS = f"python benchmarks/four_bits.py {MODEL}"
 FRONTIER = f"python benchmarks/real_model.py frontier {MODEL}"
 TABLES: dict[str, tuple[Table, ...]] = {
-    "headline": (
+    "equal_files": (
         Table(
             WHOLE_FILES,
             FOUR_BITS,
-            note="**SmolLM2-135M-Instruct shrinks from {dense[megabytes]:.0f} to {ours[megabytes]:.0f} MB, embeddings "
-            "included, in {ours[cpu_minutes]:.0f} minutes of one CPU thread, and its perplexity rises by "
-            "{ours[percent][mean]:.1f} % on average over five kinds of text that it was not calibrated on.** "
-            "llama.cpp's Q4_K_M takes {rival[megabytes]:.0f} MB with an importance matrix from the same text, and "
-            "loses {rival[percent][mean]:.1f} %. On the worst of the five, it is {ours[percent][worst]:.1f} % here and "
-            "{rival[percent][worst]:.1f} % there.\n\n"
-            "<sub>One draw. Both were calibrated on {samples} × {seqlen} tokens of C4. The texts: WikiText-2, Penn "
-            "Treebank, Python code, a conversation, and German; the first {max_tokens:,} tokens of each. The weights "
-            "are those of an equivalent model, as in the table below.</sub>",
-            facts=headline,
+            (
+                ("", "{model}"),
+                ("", "{words}"),
+                ("whole file, MB", "{megabytes:.0f}"),
+                ("perplexity increase, mean of five texts", "{percent[mean]:.1f} %"),
+                ("worst of the five", "{percent[worst]:.1f} %"),
+                ("CPU minutes", "{cpu_minutes:.1f}"),
+            ),
+            equal_files,
         ),
     ),
     "settings": (
@@ -140,7 +164,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
             FOUR_BITS,
             (
                 ("SmolLM2-135M-Instruct", "{goal}"),
-                ("command", "{command}"),
+                ("flags", "{command}"),
                 ("whole file, MB", "{megabytes:.0f}"),
                 ("perplexity increase: WikiText-2", "{percent[wikitext2]:.1f} %"),
                 ("mean of five kinds of text", "{percent[mean]:.1f} %"),
@@ -148,28 +172,8 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("CPU minutes", "{cpu_minutes:.0f}"),
             ),
             settings,
-            note="<sub>All rows add `--samples 64 --seqlen 512 --calibration FILE` to the command, with C4 as the "
-            "file; the defaults, 128 and 2048, take longer. Minutes of one CPU thread beside other work. The only "
-            "copy of this model that we had was rounded to 4 bits, which would favour some methods. We therefore "
-            "measured a model that gives the same outputs but whose weights are [not "
-            "rounded](docs/results/quality.md#whole-files-next-to-llamacpp).</sub>",
-        ),
-    ),
-    "whole_files": (
-        Table(
-            WHOLE_FILES,
-            FOUR_BITS,
-            (
-                ("", "{words}"),
-                ("whole file, MB", "{megabytes:.1f}"),
-                ("bytes per layer weight", "{bytes:.3f}"),
-                ("*", "{percent[*]:.1f} %"),
-                ("CPU minutes", "{cpu_minutes:.1f}"),
-            ),
-            whole_files,
-            note="SmolLM2-135M-Instruct, off its grid (σ = {off_grid[sigma]}, seed {off_grid[seed]}); calibrated on "
-            "{samples} × {seqlen} tokens of C4. Perplexity increase on {max_tokens} tokens of each text, in windows of "
-            "{window}, in {dtype}; mean and worst are those of the texts other than C4. On {where}.",
+            note="<sub>The command is `hasslefree compress MODEL OUT --samples 64 --seqlen 512 --calibration FILE`, "
+            "with C4 as the file, and the flags. Minutes of one CPU thread, beside other work.</sub>",
         ),
     ),
     "durations": (
@@ -185,6 +189,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
             note="On {where}.",
         ),
     ),
+    "whole_files": tuple(map(whole_files_of, EQUAL_FILES)),
     "frontier": (
         Table(
             "frontier",
