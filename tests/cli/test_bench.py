@@ -92,6 +92,13 @@ def test_too_long_a_prompt_is_refused():
         Runner(writer, Bench(6, 600, None, None, {}))
 
 
+def test_an_error_of_the_process_is_a_sentence(monkeypatch, capsys, out):
+    code, printed = run(monkeypatch, capsys, "bench", out, "--dense", "none", "--backend", "foo")
+    assert code == 2
+    assert "error: unknown backend 'foo'" in printed
+    assert "Traceback" not in printed
+
+
 def test_a_process_that_ends_without_an_answer_is_said_to_lack_memory():
     dead = object.__new__(Contender)
     ours, theirs = torch.multiprocessing.Pipe()

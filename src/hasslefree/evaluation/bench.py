@@ -3,6 +3,7 @@
 import logging
 import statistics
 import time
+import traceback
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from hasslefree.errors import ModelError, PromptError, option
+from hasslefree.errors import HasslefreeError, ModelError, PromptError, option
 from hasslefree.evaluation.continuation import Writer
 from hasslefree.models.load import most_positions
 from hasslefree.packed.linear import use_backend
@@ -76,8 +77,7 @@ class Contender:
         """What the process sends next.
 
         Raises:
-            ModelError: it ended without an answer.
-            HasslefreeError: of the process.
+            ModelError: the model cannot be loaded or run as asked, or the process ended.
         """
         try:
             found = self.connection.recv()
@@ -119,8 +119,10 @@ def serve(connection: Connection, name: str, bench: Bench) -> None:
             connection.send(runner.turn())
     except EOFError:
         return
-    except Exception as error:
-        connection.send(error)
+    except HasslefreeError as error:
+        connection.send(ModelError(error.message))
+    except Exception:  # many exceptions cannot be made again from what a pipe transfers
+        connection.send(RuntimeError(traceback.format_exc()))
 
 
 class Runner:
@@ -172,7 +174,7 @@ def run_bench(names: dict[str, str], bench: Bench) -> dict[str, Speed]:
         names: of the models, by role.
 
     Raises:
-        HasslefreeError: a model cannot be loaded, or takes fewer tokens than are asked for.
+        ModelError: a model cannot be loaded, or takes fewer tokens than are asked for.
     """
     contenders = {role: Contender(name, bench) for role, name in names.items()}
     try:
