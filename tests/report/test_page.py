@@ -1,6 +1,7 @@
 """The page and the figures: whole in themselves, and safe whatever a folder says."""
 
 import base64
+import dataclasses
 import hashlib
 import json
 import multiprocessing
@@ -253,6 +254,14 @@ def test_the_page_of_a_quantised_model_shows_bits_and_bytes(quantised):
     assert '<th scope="col">bits of S</th><th scope="col">bytes</th>' in page
     assert shown["kept"] == shown["rank"] == {}, "all is kept, and every rank is 0"
     assert not re.search("pattern of S|non-zeros of S|rank of L|Parameters kept", page)
+
+
+def test_a_layer_without_l_has_rank_zero_if_others_have_one(made):
+    record = read_content(made).runs[0].record
+    first, *others = record.layers
+    first = dataclasses.replace(first, spec=dataclasses.replace(first.spec, rank=0))
+    found = figures(dataclasses.replace(record, layers=(first, *others)))["rank"]
+    assert found == {first.name: 0} | {layer.name: 2 for layer in others}
 
 
 def test_the_page_of_a_pruned_model_says_what_it_is(made):

@@ -188,27 +188,25 @@ def sized_perplexities(content: Content) -> dict[str, list[dict[str, Any]]]:
     The text that `compress` held out is among them if it was the same for all folders, which the
     dense model's perplexity shows.
     """
-    texts: dict[str, list[dict[str, Any]]] = {}
-
-    def add(text: str, model: str, size: int, perplexity: float | None) -> None:
-        if perplexity is not None:
-            point = {"model": model, "bytes": size, "perplexity": perplexity}
-            texts.setdefault(text, []).append(point)
-
     checks = [(run, run.record.held_out) for run in content.runs if run.record.held_out]
+    models: list[tuple[str, int, Mapping[str, float | None]]] = []
     if len(checks) > 1 and len({check["dense"] for _, check in checks}) == 1:
         run, check = checks[0]
-        add(HELD_OUT, f"{run.model} (dense)", run.sizes.dense_bytes, check["dense"])
+        models.append((f"{run.model} (dense)", run.sizes.dense_bytes, {HELD_OUT: check["dense"]}))
         for run, check in checks:
-            add(HELD_OUT, run.name, run.sizes.bytes, check["compressed"])
+            models.append((run.name, run.sizes.bytes, {HELD_OUT: check["compressed"]}))
     for name, evaluation in content.others.items():
         size = content.dense_bytes(name)
         if size is not None:
-            for text, perplexity in evaluation.perplexity.items():
-                add(text, f"{model_name(name)} (dense)", size, perplexity)
+            models.append((f"{model_name(name)} (dense)", size, evaluation.perplexity))
     for run in content.runs:
-        for text, perplexity in run.evaluation.perplexity.items():
-            add(text, run.name, run.sizes.bytes, perplexity)
+        models.append((run.name, run.sizes.bytes, run.evaluation.perplexity))
+    texts: dict[str, list[dict[str, Any]]] = {}
+    for name, size, perplexities in models:
+        for text, perplexity in perplexities.items():
+            if perplexity is not None:
+                point = {"model": name, "bytes": size, "perplexity": perplexity}
+                texts.setdefault(text, []).append(point)
     return texts
 
 

@@ -50,8 +50,10 @@ MAPS = {
 
 
 def figures(record: Record) -> dict[str, dict[str, float]]:
-    """The figures by the names of their maps and of the layers. A layer without a grid, zeros, or L
-    has no figure there.
+    """The figures by the names of their maps and of the layers.
+
+    A layer without a grid has no bits, and one without zeros keeps everything. Both are left out,
+    and so are the ranks if all are 0.
     """
     found: dict[str, dict[str, float]] = {name: {} for name in MAPS}
     found["sensitivity"].update(record.sensitivities or {})
@@ -64,8 +66,9 @@ def figures(record: Record) -> dict[str, dict[str, float]]:
             found["bits"][layer.name] = spec.grid.bits
         if spec.pattern != "dense":
             found["kept"][layer.name] = spec.parameters / spec.dense_parameters
-        if spec.rank:
-            found["rank"][layer.name] = spec.rank
+        found["rank"][layer.name] = spec.rank
+    if not any(found["rank"].values()):
+        found["rank"].clear()
     return found
 
 
