@@ -109,7 +109,7 @@ class Run:
 
     @property
     def outside(self) -> list[LayerRecord]:
-        """The compressed layers outside the blocks: the embedding and the head."""
+        """The compressed layers outside the blocks, embedding and head, which page.html lists."""
         return [layer for layer in self.record.layers if place(layer.name)[0] == OUTSIDE]
 
 
