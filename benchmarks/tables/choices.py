@@ -181,7 +181,8 @@ TABLES: dict[str, tuple[Table, ...]] = {
             WHOLE_FILES,
             FOUR_BITS,
             (
-                ("SmolLM2-135M-Instruct, {samples} × {seqlen} tokens", "{command}"),
+                ("SmolLM2-135M-Instruct, `--samples {samples} --seqlen {seqlen}`", "{goal}"),
+                ("further flags", "{command}"),
                 ("CPU minutes", "{cpu_minutes:.0f}"),
                 ("peak GB of RAM", "{peak:.1f}"),
             ),
