@@ -1,6 +1,6 @@
 """Fine-tune L as a LoRA adapter on the sparse S, which stays fixed: python fine_tune_low_rank.py [MODEL]
 
-It needs pip install "hasslefree[peft]".
+It needs pip install ".[peft]".
 """
 
 import sys

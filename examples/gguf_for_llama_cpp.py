@@ -1,6 +1,6 @@
 """Write a compressed model for llama.cpp: python gguf_for_llama_cpp.py [MODEL [CONVERTER]]
 
-It needs pip install "hasslefree[gguf]", and llama.cpp's convert_hf_to_gguf.py as CONVERTER or on the PATH.
+It needs pip install ".[gguf]", and llama.cpp's convert_hf_to_gguf.py as CONVERTER or on the PATH.
 """
 
 import sys
