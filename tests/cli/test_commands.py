@@ -156,6 +156,19 @@ def test_results_are_kept_if_the_dense_model_cannot_be_measured(compressed, monk
     assert len(re.findall(f"{measured:.3f}", text)) == 2, "the table is printed too"
 
 
+@pytest.mark.parametrize("spare", [-1, 0])
+def test_models_that_do_not_fit_together_are_measured_one_after_the_other(spare, compressed, monkeypatch, capsys):
+    files = [file for folder in (compressed[0], MODEL) for file in folder.glob("*.safetensors")]
+    free = sum(file.stat().st_size for file in files) + spare
+    monkeypatch.setattr("hasslefree.evaluation.continuation.free_memory", lambda device: free)
+    words = ["evaluate", compressed[0], "--perplexity", HELD_OUT, "--max-tokens", "128", "--seqlen", "64"]
+    code, text = run(monkeypatch, capsys, *words, "--dense", MODEL)
+    assert code == 0, text
+    assert ("do not fit in memory at once" in text) == (spare < 0)
+    assert ("KL divergence from" in text) == (spare == 0)
+    assert "increase" in text, "both perplexities are there"
+
+
 @pytest.mark.parametrize(("dense", "said"), [("none", None), (None, "name it with --dense"), (MODEL, None)])
 def test_the_dense_model_of_evaluate(dense, said, compressed, monkeypatch, capsys, tmp_path):
     """Left out, or given if the folder names one that is not here."""

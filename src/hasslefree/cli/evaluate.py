@@ -74,6 +74,7 @@ def call_evaluate(
     If MODEL is a compressed folder, its dense model is measured too, and the KL divergence of
     their predictions. Each result is printed, and written to FILE, as soon as it is there.
     """
+    from hasslefree.evaluation.continuation import fit_together
     from hasslefree.evaluation.harness import default_cache
     from hasslefree.evaluation.run import evaluate
 
@@ -87,6 +88,12 @@ def call_evaluate(
         )
     dense = dense_model(model, dense, trust_remote_code, needed=bool(kl))
     beside = dense if perplexity and kl is not False else None
+    if beside is not None and kl is None and not fit_together((model, beside), device):
+        common.say(
+            "Both models do not fit in memory at once: they are measured one after the other,"
+            " without the KL divergence; --kl measures it all the same."
+        )
+        beside = None
     content: dict[str, Any] = {}
 
     def keep(measured: dict[str, Any]) -> None:

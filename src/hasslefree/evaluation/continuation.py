@@ -5,7 +5,7 @@ write.
 import copy
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,16 @@ from transformers.generation.streamers import TextStreamer
 from hasslefree.checkpoint.record import read_record
 from hasslefree.errors import CheckpointError, ModelError, PromptError, option
 from hasslefree.models.calls import replaced
-from hasslefree.models.load import check_ids, load_model, loading, most_positions
+from hasslefree.models.load import (
+    check_ids,
+    load_model,
+    loading,
+    most_positions,
+    resolve_device,
+)
 from hasslefree.models.tokenizer import encode, load_tokenizer, surrounding_tokens
 from hasslefree.packed.linear import compressed_layers
+from hasslefree.planning.machine import free_memory
 from hasslefree.validation import Checked, Figure, Positive, Seed
 
 logger = logging.getLogger(__name__)
@@ -252,3 +259,16 @@ def find_local_model(name: str) -> Path | None:
     if any(folder.glob("*.safetensors")):
         return folder
     return None
+
+
+def fit_together(names: Iterable[str], device: str | None) -> bool:
+    """Whether the weights of models, as their files hold them, fit in the device's memory at once.
+
+    One that is not on this machine does not count.
+    """
+    needed = 0
+    for name in names:
+        folder = find_local_model(name)
+        if folder is not None:
+            needed += sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return needed <= free_memory(resolve_device(device))
