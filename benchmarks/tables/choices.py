@@ -98,7 +98,7 @@ def equal_files(content: Content) -> Iterable[Row]:
     for model, (ours, flags, rival) in EQUAL_FILES.items():
         rows = {row["name"]: row for row in whole_files(load(f"whole_files_{model}"))}
         dense = rows["dense"]["megabytes"]
-        yield rows[ours] | {"model": f"{model}, {dense:.0f} MB", "words": f"hasslefree, `{flags}`"}
+        yield rows[ours] | {"model": f"{model.removesuffix('-Instruct')}, {dense:.0f} MB", "words": f"`{flags}`"}
         yield rows[rival] | {"model": "", "words": rival.replace(", matrix", ", importance matrix")}
 
 
@@ -151,8 +151,11 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("", "{model}"),
                 ("", "{words}"),
                 ("whole file, MB", "{megabytes:.0f}"),
-                ("perplexity increase, mean of five texts", "{percent[mean]:.1f} %"),
-                ("worst of the five", "{percent[worst]:.1f} %"),
+                ("perplexity increase: WikiText-2", "{percent[wikitext2]:.1f} %"),
+                ("Penn Treebank", "{percent[ptb]:.1f} %"),
+                ("Python code", "{percent[code]:.1f} %"),
+                ("conversation", "{percent[conversation]:.1f} %"),
+                ("German", "{percent[german]:.1f} %"),
                 ("CPU minutes", "{cpu_minutes:.1f}"),
             ),
             equal_files,
