@@ -69,6 +69,14 @@ def test_every_option_has_a_sentence_with_its_default(name):
         assert given or "default" in text or parameter.default is not None or parameter.name in NO_DEFAULT, text
 
 
+def test_a_folder_with_the_name_of_a_command_does_not_hide_it(monkeypatch, tmp_path):
+    (tmp_path / "methods").mkdir()
+    expected = invoke("methods")
+    assert expected[0] == 0
+    monkeypatch.chdir(tmp_path)
+    assert invoke("methods") == expected
+
+
 # Without them nothing is measured or written; `dtype` and others have a default that typer prints.
 NO_DEFAULT = {"perplexity", "tasks", "output"}
 

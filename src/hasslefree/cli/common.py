@@ -86,6 +86,8 @@ class Commands(UntypedSwitches, TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Say what a word in the place of a command was meant for."""
         name = args[0]
+        if name in self.commands:  # there may be a folder of the same name
+            return super().resolve_command(ctx, args)
         if name == "serve":
             ctx.fail("No such command 'serve'. vLLM serves compressed folders: `vllm serve OUT`")
         if "/" in name or Path(name).is_dir():
