@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 from hasslefree.cli import run_app as main
 from hasslefree.cli.bench import speed_table
 from hasslefree.demo.run import MODEL
-from hasslefree.errors import ModelError, PromptError
+from hasslefree.errors import MemoryShortError, ModelError, PromptError
 from hasslefree.evaluation import bench
-from hasslefree.evaluation.bench import SHORT, TURNS, Bench, Contender, Runner, Speed, run_bench
+from hasslefree.evaluation.bench import SHORT, TURNS, Bench, Contender, Runner, Speed, run_bench, transferable
 from hasslefree.evaluation.continuation import Writer
 
 ALONE = Bench(new_tokens=6, prompt=40, threads=1, backend=None, options={})
@@ -107,6 +107,31 @@ def test_a_process_that_ends_without_an_answer_is_said_to_lack_memory():
     dead.process = SimpleNamespace(join=lambda: None, exitcode=-9)
     with pytest.raises(ModelError, match="the process that runs m ended with code -9, as one does that needs more"):
         dead.answer()
+
+
+def test_a_process_that_ends_while_the_other_works_is_said_to_lack_memory():
+    dead = object.__new__(Contender)
+    ours, theirs = torch.multiprocessing.Pipe()
+    theirs.close()
+    dead.name, dead.connection = "m", ours
+    dead.process = SimpleNamespace(join=lambda: None, exitcode=-9)
+    with pytest.raises(ModelError, match="the process that runs m ended with code -9"):
+        dead.turn()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee the documentation"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 8 bytes"),
+    ],
+)
+def test_memory_that_is_short_in_the_process_is_no_defect(error):
+    found = object.__new__(Contender)
+    found.connection, theirs = torch.multiprocessing.Pipe()
+    theirs.send(transferable("m", error))
+    with pytest.raises(MemoryShortError, match=r"not enough memory for m \(.*allocate.*dense='none'"):
+        found.answer()
 
 
 def test_a_dense_folder_is_refused(monkeypatch, capsys):

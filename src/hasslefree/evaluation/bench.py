@@ -4,6 +4,7 @@ import logging
 import statistics
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from hasslefree.errors import HasslefreeError, ModelError, PromptError, option
+from hasslefree.errors import HasslefreeError, MemoryShortError, ModelError, PromptError, option
 from hasslefree.evaluation.continuation import Writer
 from hasslefree.models.load import most_positions
 from hasslefree.packed.linear import use_backend
@@ -78,10 +79,11 @@ class Contender:
 
         Raises:
             ModelError: the model cannot be loaded or run as asked, or the process ended.
+            MemoryShortError: there is not enough memory.
         """
         try:
             found = self.connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             self.process.join()
             raise ModelError(
                 f"the process that runs {self.name} ended with code {self.process.exitcode},"
@@ -93,8 +95,9 @@ class Contender:
         return found
 
     def turn(self) -> tuple[float, float]:
-        """The seconds of writing, and of reading."""
-        self.connection.send("turn")
+        """The seconds of writing, and of reading. Raises a ModelError as `answer`."""
+        with suppress(ConnectionError):  # the process ended meanwhile, as `answer` says
+            self.connection.send("turn")
         seconds: tuple[float, float] = self.answer()
         return seconds
 
@@ -119,10 +122,24 @@ def serve(connection: Connection, name: str, bench: Bench) -> None:
             connection.send(runner.turn())
     except EOFError:
         return
-    except HasslefreeError as error:
-        connection.send(ModelError(error.message))
-    except Exception:  # many exceptions cannot be made again from what a pipe transfers
-        connection.send(RuntimeError(traceback.format_exc()))
+    except Exception as error:
+        connection.send(transferable(name, error))
+
+
+def transferable(name: str, error: Exception) -> Exception:
+    """An exception in the process of a model, as one that a pipe transfers: many others cannot be
+    made again.
+    """
+    if isinstance(error, HasslefreeError):
+        return ModelError(error.message)
+    cause = str(error).partition("\n")[0]
+    short = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    if short or "can't allocate memory" in cause:
+        return MemoryShortError(
+            f"there is not enough memory for {name} ({cause}); lower {option('prompt')}, or measure"
+            f" the compressed model alone with {option('dense', 'none')}"
+        )
+    return RuntimeError(traceback.format_exc())
 
 
 class Runner:
