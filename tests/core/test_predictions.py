@@ -42,6 +42,24 @@ def test_a_token_that_one_rules_out_leaves_finite_figures():
     assert kl_record(comparison)["mean"] > 1e30
 
 
+class OnAppleGPU(torch.Tensor):
+    """A tensor that refuses float64 until it is brought to the CPU."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.double:
+            raise TypeError("MPS has no float64")
+        if function is torch.Tensor.cpu:
+            return args[0].as_subclass(torch.Tensor)
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def test_divergences_are_sorted_where_the_gpu_has_no_float64():
+    comparison = Comparison()
+    comparison.kl = [torch.tensor([2.0, 1.0]).as_subclass(OnAppleGPU), torch.tensor([0.5]).as_subclass(OnAppleGPU)]
+    assert comparison.sorted().tolist() == [0.5, 1.0, 2.0]
+
+
 @pytest.mark.parametrize("count", [1, 2, 37, 1000])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99, 1.0])
 def test_quantiles_are_those_of_numpy(count, share):

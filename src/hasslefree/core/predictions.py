@@ -63,8 +63,10 @@ class Comparison:
         self.same += int((dense.argmax(-1) == compressed.argmax(-1)).sum())
 
     def sorted(self) -> Tensor:
-        """KL of all tokens in ascending order, (tokens,) float64."""
-        return torch.cat(self.kl).double().sort().values
+        """KL of all tokens in ascending order, (tokens,) float64, on the CPU: Apple's GPUs have no
+        float64.
+        """
+        return torch.cat(self.kl).cpu().double().sort().values
 
 
 def quantile(ascending: Tensor, share: float) -> float:
