@@ -11,7 +11,7 @@ from hasslefree import Gram, Grid, Recipe
 from hasslefree.allocate.allocation import LayerChoice
 from hasslefree.allocate.options import grid_options
 from hasslefree.allocate.sensitivity import ProbedLayer, probe_method
-from hasslefree.core.patterns import SemiStructured
+from hasslefree.core.patterns import SemiStructured, Unstructured
 from hasslefree.distributed import ALONE
 from hasslefree.errors import BudgetError, HasslefreeError, OutputError, RecipeError
 from hasslefree.models.blocks import find_blocks
@@ -152,17 +152,25 @@ def test_what_bits_and_ranks_lose():
     assert (steps[0].grid.bits, steps[0].rank) == (2, 0)
 
 
-def test_errors_on_grids_are_estimated_from_some_rows():
+@pytest.mark.parametrize(
+    ("kept", "pattern"),
+    [
+        (DENSE, {}),
+        (Unstructured(2048 * 24), {"method": "joint-grid", "pattern": "unstructured", "sparsity": 0.25}),
+    ],
+    ids=["dense", "unstructured"],
+)
+def test_errors_on_grids_are_estimated_from_some_rows(kept, pattern):
     """Oracle: the errors of all rows, which the rest of the rows follow up to chance."""
-    grid = Grid(4, 16, offset=True)
+    grid = Grid(4, 16, offset=kept == DENSE)
     weight, x = torch.randn(2048, 32), torch.randn(200, 32)
     layer, gram = probed(weight, x, torch.randn(200, 2048), grid)
-    plan = LayerPlan.of((2048, 32), DENSE, 0, torch.bfloat16, grid)
-    options, _ = grid_options(layer, plan, Recipe(size="6bits", **QUICK).resolve(with_text=False))
+    plan = LayerPlan.of((2048, 32), kept, 0, torch.bfloat16, grid)
+    options, _ = grid_options(layer, plan, Recipe(size="6bits", **pattern, **QUICK).resolve(with_text=False))
     coarse, fine = (dataclasses.replace(grid, bits=bits) for bits in (2, 6))
-    all_rows = [gram.loss(weight - layer.changed(DENSE, each)) for each in (coarse, fine)]
-    found = options.losses[fine][0] / options.losses[coarse][0]
-    assert float(found) == pytest.approx(all_rows[1] / all_rows[0], rel=0.05)
+    all_rows = [gram.loss(weight - layer.changed(kept, each)) for each in (coarse, fine)]
+    losses = {each.bits: float(values[0]) for each, values in options.losses.items()}
+    assert losses[6] / losses[2] == pytest.approx(all_rows[1] / all_rows[0], rel=0.05)
 
 
 def test_a_layer_on_a_grid_gets_the_bits_of_that_grid():

@@ -242,9 +242,12 @@ def _errors(layer: ProbedLayer, plan: LayerPlan, grids: Sequence[Grid]) -> dict[
     """tr(E H Eᵀ) of the error on each grid, estimated from some rows."""
     sample = layer.sample(ROWS)
     share = len(layer.weight) / len(sample.weight)
+    kept = plan.kept
+    if isinstance(kept, Unstructured):  # its count is that of all rows
+        kept = Unstructured(round(kept.count / share))
     errors: dict[Grid, float] = {}
     for grid in grids:
-        rounded = sample.changed(plan.kept, grid)
+        rounded = sample.changed(kept, grid)
         errors[grid] = share * layer.gram.loss(sample.weight.to(rounded.dtype) - rounded)
     return errors
 
