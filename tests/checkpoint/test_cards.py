@@ -46,6 +46,30 @@ def front_of(card):
     return yaml.safe_load(card.split("---\n")[1])
 
 
+@pytest.mark.parametrize(
+    ("layers", "said", "tags"),
+    [
+        ([("m.0.q", "dense", 3, 0), ("m.1.q", "dense", 5, 0)],
+         "2 matrices in the blocks were quantised to 3–5 bits, fitted", ["quantized"]),
+        ([("m.embed", "dense", 6, 0), ("m.1.q", "dense", 4, 8)],
+         "2 matrices, m.embed among them, were quantised to 4–6 bits, each with a low-rank matrix of rank 0–8 beside",
+         ["quantized", "low-rank"]),
+        ([("m.0.q", "2:4", None, 4), ("m.0.k", "2:4", None, 4)],
+         "2 matrices in the blocks were pruned (2:4), each with a low-rank matrix of rank 4 beside it",
+         ["sparse", "low-rank"]),
+        ([("m.0.q", "2:4", 4, 0)], "pruned (2:4) and quantised to 4 bits, fitted", ["sparse", "quantized"]),
+    ],
+)  # fmt: skip
+def test_the_card_says_what_became_of_the_matrices(layers, said, tags):
+    records = []
+    for name, pattern, bits, rank in layers:
+        grid = Grid(bits, 32, offset=True) if bits else None
+        records.append(LayerRecord(name, LayerSpec(pattern, (32, 32), rank, 512, grid), 0.1, 0.1, 0.0))
+    card = model_card(Record("m", {}, "", {}, "cpu", "float32", 8, 8, 3.0, tuple(records)), {})
+    assert said in card.replace("\n", " ")
+    assert front_of(card)["tags"] == ["hasslefree", *tags]
+
+
 def test_the_card_of_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     build("llama").save_pretrained("base")

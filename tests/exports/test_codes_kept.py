@@ -325,11 +325,15 @@ def test_what_a_format_cannot_hold_is_refused_before_anything_is_written(work, t
     compressed(tmp_path / "pruned", pattern="2:4")
     compressed(tmp_path / "narrow", changes={"intermediate_size": 80}, group_size=16)
     for packed, to, message in [
-        (root / "packed", "compressed-tensors", "cannot hold int4 in groups of 32, with offsets exactly .*llama.cpp"),
+        (
+            root / "packed",
+            "compressed-tensors",
+            "cannot hold int4 in groups of 32, with offsets exactly .*llama.cpp.*: compress again",
+        ),
         (
             tmp_path / "sparse",
             "gguf",
-            "its S is not quantised: compress with method='joint-grid' and engine='llama.cpp'",
+            "its S is not quantised: compress again with method='joint-grid' and engine='llama.cpp'",
         ),
         (tmp_path / "pruned", "mlx", "pattern 2:4 saves nothing there"),
         (tmp_path / "narrow", "mlx", r"down_proj: its rows of 80 inputs are no multiple of 32|groups of 16"),

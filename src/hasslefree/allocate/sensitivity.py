@@ -285,7 +285,8 @@ class ProbedLayer:
         first_order = output_change.mul_(self.gradients)
         if not rows_independent:
             first_order = first_order.sum(-1)
-        local = first_order.square().sum(dtype=widest_dtype(change.device)).item()
+        norm = torch.linalg.vector_norm(first_order, dtype=widest_dtype(change.device))
+        local = norm.square().item()
         divergence = 0.5 * self.world.total(local, first_order.device) / self.tokens
         if not math.isfinite(divergence):
             raise NonFiniteError(

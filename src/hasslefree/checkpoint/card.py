@@ -10,6 +10,7 @@ from hasslefree.checkpoint.originals import original_file
 from hasslefree.checkpoint.record import Record, command_of
 from hasslefree.escaping import escaped
 from hasslefree.models.rules import by_kind
+from hasslefree.units import span
 
 # What an upload replaces in a card with the name on the hub; and the tag by which it knows its own
 # models.
@@ -105,9 +106,7 @@ def export_card(
         "mlx": ("mlx", _LOAD_MLX),
     }
     library, load = (others | {"mlx-base": others["mlx"]}).get(kind, ("transformers", _LOAD))
-    front = ModelCardData(
-        library_name=library, pipeline_tag="text-generation", tags=[TAG, "sparse", "low-rank"]
-    )
+    front = ModelCardData(library_name=library, pipeline_tag="text-generation", tags=[TAG])
     where = "../compression.json" if kind in ("base", "mlx-base") else "compression.json"
     record = (
         f" `{where}` names the base model and the settings of the compression." if recorded else ""
@@ -191,16 +190,15 @@ def model_card(
     left = report.recipe.get("leave_dense")
     verdict = "\n".join(f"| {name} | {_cell(text)} |" for name, text in report.verdict().items())
     name = report.model.rstrip("/").rpartition("/")[2]
-    exception = f" (but for {_cell(left)})" if left else ""
+    exception = f" Left as they are: {_cell(left)}." if left else ""
     card = f"""---
 {_front(report, licence, auto).to_yaml()}
 ---
 
 # {name}, compressed
 
-hasslefree replaced every linear layer in the blocks{exception} of `{report.model}` with the sum of
-a matrix S (sparse, quantised or both) and a low-rank matrix L, fitted on calibration texts.
-Embeddings, norms and the output head were not compressed.
+hasslefree compressed `{report.model}`: {_changed(report)}, fitted on calibration
+texts.{exception}
 
 | | |
 |---|---|
@@ -226,6 +224,50 @@ page.
 {_licence(report, licence)}
 """
     return escaped(card, "\n")
+
+
+def _changed(report: Record) -> str:
+    """What became of the matrices, in words."""
+    outside = [layer.name for layer in report.layers if not _in_block(layer.name)]
+    specs = [layer.spec for layer in report.layers]
+    ranks = [spec.rank for spec in specs]
+    done = []
+    if patterns := _patterns(report):
+        done.append(f"pruned ({', '.join(patterns)})")
+    if bits := _bits(report):
+        done.append(f"quantised to {span(bits)} bits")
+    text = f"{len(specs)} matrices in the blocks were {' and '.join(done)}"
+    if outside:
+        text = f"{len(specs)} matrices, {_cell(outside)} among them, were {' and '.join(done)}"
+    if any(ranks):
+        text += f", each with a low-rank matrix of rank {span(ranks)} beside it"
+    return text
+
+
+def _in_block(name: str) -> bool:
+    """Whether a name has the index of a block."""
+    return any(part.isdigit() for part in name.split("."))
+
+
+def _patterns(report: Record) -> list[str]:
+    """The patterns that prune."""
+    return sorted({layer.spec.pattern for layer in report.layers} - {"dense"})
+
+
+def _bits(report: Record) -> list[int]:
+    return [layer.spec.grid.bits for layer in report.layers if layer.spec.grid]
+
+
+def _tags(report: Record) -> list[str]:
+    """What the hub lists the model under."""
+    tags = [TAG]
+    if _patterns(report):
+        tags.append("sparse")
+    if _bits(report):
+        tags.append("quantized")
+    if any(layer.spec.rank for layer in report.layers):
+        tags.append("low-rank")
+    return tags
 
 
 def _text(report: Record) -> str:
@@ -268,7 +310,7 @@ def _front(
         "pipeline_tag": (
             "text-generation" if auto == "AutoModelForCausalLM" else "image-text-to-text"
         ),
-        "tags": [TAG, "sparse", "low-rank"],
+        "tags": _tags(report),
         **licence,
     }
     if report.model.count("/") == 1 and not Path(report.model).exists():

@@ -38,10 +38,10 @@ def call_bench(
     output: Output = None,
     quiet: Quiet = False,
 ) -> None:
-    """Measure tokens per second, the time of a prompt, and memory, beside the dense model.
+    """Measure speed and memory, beside those of the dense model.
 
-    The models take turns, each in a process of its own, and both are in memory. Medians of five
-    turns are shown.
+    Tokens per second, the time of a prompt, and the memory of the weights. The models take turns,
+    each in a process of its own, and both are in memory. Medians of five turns are shown.
     """
     from hasslefree.checkpoint.record import read_record
     from hasslefree.evaluation.bench import Bench, run_bench

@@ -40,7 +40,7 @@ def call_evaluate(
     ],
     perplexity: Annotated[
         list[str] | None,
-        flag(TEXTS, "Texts: wikitext2, ptb, c4, python, or files (txt, jsonl, parquet, …)."),
+        flag(TEXTS, "Texts: wikitext2, ptb, c4, python, or files: txt, jsonl, parquet."),
     ] = None,
     seqlen: Annotated[
         int | None, flag(TEXTS, "Tokens per window (default: 2048, or the limit).", min=2)

@@ -11,7 +11,7 @@ from hasslefree.core.grids import Grid
 from hasslefree.errors import ModelError, option
 from hasslefree.models.experts import experts_of
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
-from hasslefree.recipe.engines import ENGINES, GROUP, refusal
+from hasslefree.recipe.engines import ENGINES, GROUP, not_held
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def check_layers(model: PreTrainedModel, engine: str) -> dict[str, Coded]:
     exactly.
     """
     held: dict[str, Coded] = {}
-    again = f"compress with {option('method', 'joint-grid')} and {option('engine', engine)}"
+    again = f"compress again with {option('method', 'joint-grid')} and {option('engine', engine)}"
     for name, layer in compressed_layers(model).items():
         grid = layer.spec.grid
         width = layer.in_features
@@ -62,8 +62,10 @@ def check_layers(model: PreTrainedModel, engine: str) -> dict[str, Coded]:
             )
         elif width % GROUP:
             reason = f"its rows of {width} inputs are no multiple of {GROUP}"
+        elif not ENGINES[engine].holds(grid):
+            reason = f"{not_held(engine, grid)}: {again}"
         else:
-            reason = refusal(engine, grid)
+            reason = None
         if grid is None or reason:
             others = f"export with {option('to', 'dense')} or {option('to', 'peft')}"
             raise ModelError(f"{engine} cannot hold layer {name}: {reason}; or {others}")

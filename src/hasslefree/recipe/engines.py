@@ -191,16 +191,20 @@ def grid_for(
 
 def refusal(name: str, grid: Grid) -> str | None:
     """The sentence that says why an engine cannot hold a grid, which engines can, and the smallest
-    change that helps; None if the engine can.
+    change of the recipe that helps; None if the engine can.
     """
     engine = ENGINES[name]
     if engine.holds(grid):
         return None
+    return f"{not_held(name, grid)}; for {name}, {' and '.join(_changes(engine, grid))}"
+
+
+def not_held(name: str, grid: Grid) -> str:
+    """The sentence that says which engines can hold a grid that an engine cannot."""
     able = [other for other, candidate in ENGINES.items() if candidate.holds(grid)]
     others = f" ({' and '.join(able)} can)" if able else ""
     described = f"{grid}, with whole zeros" if kind_of(grid) == WHOLE_ZERO else str(grid)
-    changes = " and ".join(_changes(engine, grid))
-    return f"{name} cannot hold {described} exactly{others}; for {name}, {changes}"
+    return f"{name} cannot hold {described} exactly{others}"
 
 
 def _changes(engine: Engine, grid: Grid) -> list[str]:

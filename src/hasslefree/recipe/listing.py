@@ -27,9 +27,9 @@ NOTES = (
     " method, pruner or low-rank solver."
 )
 ABOUT_EFFORTS = {
-    "fast": About("decomposes single layers, and nothing more", "docs: allocation-and-training"),
-    "balanced": About("also fine-tunes what the layers store", "docs: allocation-and-training"),
-    "best": About("trains longer, and moves rank between layers", "docs: allocation-and-training"),
+    "fast": About("fits the layers, and trains nothing", "docs: allocation-and-training"),
+    "balanced": About("also fine-tunes them for some minutes", "docs: allocation-and-training"),
+    "best": About("fine-tunes longer, on more text", "docs: allocation-and-training"),
 }
 # What each option takes.
 TABLES: dict[str, dict[str, About]] = {
