@@ -103,8 +103,8 @@ def reproduction(name: str) -> tuple[Table, ...]:
     ahead = "`joint` is ahead of the others in {ahead} of {settings} settings. On {where}."
     pairs = (
         ("settings in which", "{pair}"),
-        ("the paper has it so", "{paper}"),
-        ("so here", "{here}"),
+        ("hold in the paper", "{paper}"),
+        ("hold here", "{here}"),
         ("of", "{settings}"),
     )
     return (

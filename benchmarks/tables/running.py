@@ -260,8 +260,8 @@ TABLES: dict[str, tuple[Table, ...]] = {
             f"{INFERENCE} generate --output benchmarks/results/generation_quantised.json",
             note="**Speed.** On a CPU without AMX, in transformers, Qwen2.5-Coder-0.5B in 5.2 bits generates text "
             "{large[tokens_over_dense]:.2f} times as fast as the dense model in bfloat16, and SmolLM2-135M "
-            "{small[tokens_over_dense]:.2f} times. Both process prompts at {large[prompt_over_dense]:.2f} times its "
-            "speed ({where}).",
+            "{small[tokens_over_dense]:.2f} times. Both process prompts at {large[prompt_over_dense]:.2f} times "
+            "the speed of the dense model ({where}).",
             facts=quantised_faster,
         ),
     ),
