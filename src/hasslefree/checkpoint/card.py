@@ -149,8 +149,8 @@ def trained(report: Record) -> str:
         "After the layers were fitted, their values were trained on all blocks together, to"
         f" reproduce the predictions of the dense model on {record['tokens']:,} tokens. The errors"
         " were measured before this training. The mean KL divergence from the dense model on"
-        f" held-out text was {record['before']:.4f} nats per token before the training and"
-        f" {record['after']:.4f} after it.\n"
+        f" segments held out of this training was {record['before']:.4f} nats per token before it"
+        f" and {record['after']:.4f} after it.\n"
     )
 
 
