@@ -161,7 +161,7 @@ def test_what_bits_and_ranks_lose():
     ids=["dense", "unstructured"],
 )
 def test_errors_on_grids_are_estimated_from_some_rows(kept, pattern):
-    """Oracle: the errors of all rows, which the rest of the rows follow up to chance."""
+    """Oracle: the errors of all rows, which some rows follow up to chance."""
     grid = Grid(4, 16, offset=kept == DENSE)
     weight, x = torch.randn(2048, 32), torch.randn(200, 32)
     layer, gram = probed(weight, x, torch.randn(200, 2048), grid)
@@ -170,7 +170,7 @@ def test_errors_on_grids_are_estimated_from_some_rows(kept, pattern):
     coarse, fine = (dataclasses.replace(grid, bits=bits) for bits in (2, 6))
     all_rows = [gram.loss(weight - layer.changed(kept, each)) for each in (coarse, fine)]
     losses = {each.bits: float(values[0]) for each, values in options.losses.items()}
-    assert losses[6] / losses[2] == pytest.approx(all_rows[1] / all_rows[0], rel=0.05)
+    assert losses[6] / losses[2] == pytest.approx(all_rows[1] / all_rows[0], rel=0.15)
 
 
 def test_a_layer_on_a_grid_gets_the_bits_of_that_grid():
