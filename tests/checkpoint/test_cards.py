@@ -50,14 +50,14 @@ def front_of(card):
     ("layers", "said", "tags"),
     [
         ([("m.0.q", "dense", 3, 0), ("m.1.q", "dense", 5, 0)],
-         "2 matrices in the blocks were quantised to 3–5 bits, fitted", ["quantized"]),
+         "2 matrices were rounded to 3–5 bits, all of them in the blocks", ["quantized"]),
         ([("m.embed", "dense", 6, 0), ("m.1.q", "dense", 4, 8)],
-         "2 matrices, m.embed among them, were quantised to 4–6 bits, each with a low-rank matrix of rank 0–8 beside",
+         "rounded to 4–6 bits, and corrected by a low-rank matrix of rank 0–8, `m.embed` among them",
          ["quantized", "low-rank"]),
         ([("m.0.q", "2:4", None, 4), ("m.0.k", "2:4", None, 4)],
-         "2 matrices in the blocks were pruned (2:4), each with a low-rank matrix of rank 4 beside it",
+         "2 matrices were pruned (2:4), and corrected by a low-rank matrix of rank 4, all of them in the blocks",
          ["sparse", "low-rank"]),
-        ([("m.0.q", "2:4", 4, 0)], "pruned (2:4) and quantised to 4 bits, fitted", ["sparse", "quantized"]),
+        ([("m.0.q", "2:4", 4, 0)], "pruned (2:4) and rounded to 4 bits, all", ["sparse", "quantized"]),
     ],
 )  # fmt: skip
 def test_the_card_says_what_became_of_the_matrices(layers, said, tags):

@@ -159,7 +159,11 @@ def test_an_empty_quantization_config_is_none(tmp_path):
     recipe = Recipe(rank=2, method="eora")
     hasslefree.compress(tmp_path / "model", tmp_path / "out", recipe, segments=segments(), tokenizer=NO_TOKENIZER)
     hasslefree.export(tmp_path / "out", tmp_path / "plain", "dense")
-    AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert getattr(loaded.config, "quantization_config", None) is None
+    compressed = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.arange(8)[None]
+    torch.testing.assert_close(loaded(ids).logits, compressed(ids).logits)
 
 
 @pytest.mark.parametrize("device", ["meta", "mps", "cuda:99", "gpu"])

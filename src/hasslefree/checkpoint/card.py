@@ -10,7 +10,6 @@ from hasslefree.checkpoint.originals import original_file
 from hasslefree.checkpoint.record import Record, command_of
 from hasslefree.escaping import escaped
 from hasslefree.models.rules import by_kind
-from hasslefree.units import span
 
 # What an upload replaces in a card with the name on the hub; and the tag by which it knows its own
 # models.
@@ -191,14 +190,15 @@ def model_card(
     verdict = "\n".join(f"| {name} | {_cell(text)} |" for name, text in report.verdict().items())
     name = report.model.rstrip("/").rpartition("/")[2]
     exception = f" Left as they are: {_cell(left)}." if left else ""
+    outside = [layer.name for layer in report.outside]
+    ends = f"`{_cell(outside)}` among them" if outside else "all of them in the blocks"
     card = f"""---
 {_front(report, licence, auto).to_yaml()}
 ---
 
 # {name}, compressed
 
-hasslefree compressed `{report.model}`: {_changed(report)}, fitted on calibration
-texts.{exception}
+Of `{report.model}`, {report.changes()}, {ends}. They were fitted on calibration texts.{exception}
 
 | | |
 |---|---|
@@ -226,46 +226,14 @@ page.
     return escaped(card, "\n")
 
 
-def _changed(report: Record) -> str:
-    """What became of the matrices, in words."""
-    outside = [layer.name for layer in report.layers if not _in_block(layer.name)]
-    specs = [layer.spec for layer in report.layers]
-    ranks = [spec.rank for spec in specs]
-    done = []
-    if patterns := _patterns(report):
-        done.append(f"pruned ({', '.join(patterns)})")
-    if bits := _bits(report):
-        done.append(f"quantised to {span(bits)} bits")
-    text = f"{len(specs)} matrices in the blocks were {' and '.join(done)}"
-    if outside:
-        text = f"{len(specs)} matrices, {_cell(outside)} among them, were {' and '.join(done)}"
-    if any(ranks):
-        text += f", each with a low-rank matrix of rank {span(ranks)} beside it"
-    return text
-
-
-def _in_block(name: str) -> bool:
-    """Whether a name has the index of a block."""
-    return any(part.isdigit() for part in name.split("."))
-
-
-def _patterns(report: Record) -> list[str]:
-    """The patterns that prune."""
-    return sorted({layer.spec.pattern for layer in report.layers} - {"dense"})
-
-
-def _bits(report: Record) -> list[int]:
-    return [layer.spec.grid.bits for layer in report.layers if layer.spec.grid]
-
-
 def _tags(report: Record) -> list[str]:
     """What the hub lists the model under."""
     tags = [TAG]
-    if _patterns(report):
+    if report.patterns:
         tags.append("sparse")
-    if _bits(report):
+    if report.bits:
         tags.append("quantized")
-    if any(layer.spec.rank for layer in report.layers):
+    if report.ranks:
         tags.append("low-rank")
     return tags
 

@@ -7,6 +7,7 @@ import html
 import importlib.metadata
 import json
 import math
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +25,11 @@ from hasslefree.packed.spec import LayerSpec
 from hasslefree.progress import PhaseTime
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.texts.shares import MIXED
-from hasslefree.units import duration, significant, size
+from hasslefree.units import duration, significant, size, span
 from hasslefree.validation import Count, Figure, InvalidError, Share, validated
 
+# In the name of a layer in a block.
+IN_BLOCK = re.compile(r"\.\d+\.")
 # A number that JSON holds.
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 # The layers that a verdict names.
@@ -206,6 +209,39 @@ class Record:
     @property
     def kept_parameters(self) -> int:
         return sum(layer.spec.parameters for layer in self.layers)
+
+    @property
+    def outside(self) -> list[LayerRecord]:
+        """The compressed matrices outside the blocks: embedding and head."""
+        return [layer for layer in self.layers if not IN_BLOCK.search(layer.name)]
+
+    @property
+    def patterns(self) -> list[str]:
+        """The names of the patterns that prune."""
+        return sorted({layer.spec.pattern for layer in self.layers} - {"dense"})
+
+    @property
+    def bits(self) -> list[int]:
+        """Those of each matrix that is on a grid."""
+        return [layer.spec.grid.bits for layer in self.layers if layer.spec.grid]
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those of all matrices; empty if none has a low-rank one."""
+        ranks = [layer.spec.rank for layer in self.layers]
+        return ranks if any(ranks) else []
+
+    def changes(self) -> str:
+        """What became of the matrices, in words."""
+        done = []
+        if self.patterns:
+            done.append(f"pruned ({', '.join(self.patterns)})")
+        if self.bits:
+            done.append(f"rounded to {span(self.bits)} bits")
+        text = f"{len(self.layers)} matrices were {' and '.join(done)}"
+        if self.ranks:
+            text += f", and corrected by a low-rank matrix of rank {span(self.ranks)}"
+        return text
 
     @property
     def kept_share(self) -> float:

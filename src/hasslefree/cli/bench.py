@@ -9,7 +9,7 @@ from rich.table import Table
 
 from hasslefree.cli import common
 from hasslefree.cli.common import Device, Dtype, Folder, Json, Output, Quiet, Trust, command, flag
-from hasslefree.cli.evaluate import dense_model
+from hasslefree.cli.evaluate import BESIDE, dense_model
 from hasslefree.cli.generate import Backend, Threads
 from hasslefree.units import size, table
 
@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from hasslefree.evaluation.bench import Speed
 
 MEASURED = "What is measured"
-BESIDE = (
-    "Dense model to measure too, or none (default: the one from which OUT was made, if it is on"
-    " this machine)."
-)
 
 
 @command("bench", rich_help_panel=common.MEASURE)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import os
-import re
 import shlex
 import textwrap
 import time
@@ -38,8 +37,6 @@ from hasslefree.recipe.recipe import Recipe
 if TYPE_CHECKING:
     from hasslefree.checkpoint.record import Record
 
-# In the name of a layer in a block. vLLM serves compressed layers there, and no embedding or head.
-IN_BLOCK = re.compile(r"\.\d+\.")
 # What a user of a result must know, in lines of at most 80 columns.
 SMALL_ELSEWHERE = """\
 To run a small file in llama.cpp, vLLM or MLX, compress again with --engine."""
@@ -201,7 +198,7 @@ def next_commands(out: Path, recipe: Recipe, report: "Record") -> str:
     targets = {"llama.cpp": "gguf FILE.gguf", "mlx": "mlx DEST"}
     target = targets.get(recipe.engine or "", "dense DEST")
     commands = [f"hasslefree chat {folder}", f"hasslefree report {folder}"]
-    if all(IN_BLOCK.search(layer.name) for layer in report.layers):
+    if not report.outside:  # vLLM serves no compressed embedding or head
         note = "with hasslefree[vllm]"
         if recipe.engine != "vllm":
             note += "; as large in memory as the dense model"

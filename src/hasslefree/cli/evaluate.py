@@ -22,8 +22,8 @@ FIRST_TOKEN = "Begin every window as the tokenizer begins a text, with <bos> say
 TASK_NAMES = "Tasks: piqa, hellaswag, arc_easy, arc_challenge, winogrande, rte, openbookqa, boolq."
 BATCH = "Windows or task sequences in a batch (default: 1, and for tasks on a GPU what fits)."
 BESIDE = (
-    "Dense model to measure too, or none (default: the one from which MODEL was made, if it is on"
-    " this machine)."
+    "Dense model to measure too, or none (default: the one that was compressed, if it is on this"
+    " machine)."
 )
 KL = (
     "Run both models side by side for the KL divergence from the dense model; both are in memory"

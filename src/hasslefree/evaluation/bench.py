@@ -14,7 +14,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from hasslefree.errors import HasslefreeError, MemoryShortError, ModelError, PromptError, option
-from hasslefree.evaluation.continuation import PLAIN, Writer, other_searches
+from hasslefree.evaluation.continuation import Writer, search_plainly
 from hasslefree.models.load import most_positions
 from hasslefree.packed.linear import use_backend
 from hasslefree.validation import Checked, Positive
@@ -161,8 +161,7 @@ class Runner:
         self.writer = writer
         self.bench = bench
         settings: Any = writer.model.generation_config
-        for setting in other_searches(settings):
-            setattr(settings, setting, PLAIN[setting])
+        search_plainly(settings)
         settings.stop_strings = None  # a text that ends early would count as a fast one
 
     def turn(self) -> tuple[float, float]:

@@ -163,8 +163,7 @@ class Writer:
         torch.manual_seed(sampling.seed)
         generate: Any = self.model.generate
         plain = copy.deepcopy(self.model.generation_config)
-        for setting in other_searches(plain):
-            setattr(plain, setting, PLAIN[setting])
+        search_plainly(plain)
         with (
             replaced(self.model, "generation_config", plain),
             loading(
@@ -187,6 +186,12 @@ def other_searches(settings: GenerationConfig | None) -> dict[str, Any]:
     """The settings of `PLAIN` that ask for another search, by name."""
     asked = {name: getattr(settings, name, None) for name in PLAIN}
     return {name: value for name, value in asked.items() if value and value != PLAIN[name]}
+
+
+def search_plainly(settings: Any) -> None:
+    """Let a text be written token by token. settings: a GenerationConfig, which is changed."""
+    for setting in other_searches(settings):
+        setattr(settings, setting, PLAIN[setting])
 
 
 class _Stream(TextStreamer):

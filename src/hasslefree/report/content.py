@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from hasslefree.checkpoint.inspect import FolderSize, inspect_folder
-from hasslefree.checkpoint.record import KLRecord, LayerRecord, Record, command_of, read_record
+from hasslefree.checkpoint.record import KLRecord, Record, command_of, read_record
 from hasslefree.core.factors import CodedRows
 from hasslefree.errors import CheckpointError, ModelError
 from hasslefree.files import StoredTensor, read_json, stored_tensors, weight_files
@@ -106,11 +106,6 @@ class Run:
     def model(self) -> str:
         """The short name of the dense model."""
         return model_name(self.record.model)
-
-    @property
-    def outside(self) -> list[LayerRecord]:
-        """The compressed layers outside the blocks, embedding and head, which page.html lists."""
-        return [layer for layer in self.record.layers if place(layer.name)[0] == OUTSIDE]
 
 
 @dataclass(frozen=True)
