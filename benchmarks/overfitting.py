@@ -1,10 +1,10 @@
 """What overfits the calibration text: Grams, budgets dealt by gradients, or training.
 
-    python benchmarks/overfitting.py MODEL TEXT… --calibration TEXT --mixture TEXT [--size 4.6bits] [--effort balanced]
-        [--rows NAME …] [--seen TEXT …] [--output FILE]
+    python benchmarks/overfitting.py MODEL TEXT… --calibration TEXT --mixture TEXT:SHARE% … [--size 4.6bits]
+        [--effort balanced] [--rows NAME …] [--seen TEXT …] [--output FILE]
 
-Two texts, `--calibration` (of one kind) and `--mixture` (of several), each as a recipe names it, and three parts of a
-compression that read a text:
+Two texts, `--calibration` (of one kind) and `--mixture` (of several, with shares), as a recipe names them, and three parts
+of a compression that read a text:
 
 - Grams: the calibration segments, from whose inputs each layer is fitted;
 - budgets: the segments whose gradients say how sensitive the predictions are to each layer, and so which layer gets how
@@ -52,19 +52,19 @@ ROWS = {
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """The text that each part of a compression reads, as a recipe names it."""
+    """The texts, with shares, that each part of a compression reads, as a recipe names them."""
 
-    grams: str
-    budgets: str
-    training: str
+    grams: list[str]
+    budgets: list[str]
+    training: list[str]
 
     def compress(self, measurement: Measurement, out: str, fields: dict[str, Any]) -> Any:
         """Compress with these texts. Returns the record."""
         model = models.loaded(measurement.model, "auto")
         tokenizer = models.load_tokenizer(measurement.model)
 
-        def segments(text: str) -> Tensor:
-            return draw(model, tokenizer, measurement.recipe(calibration=text))
+        def segments(texts: list[str]) -> Tensor:
+            return draw(model, tokenizer, measurement.recipe(calibration=texts))
 
         pipeline: Any = importlib.import_module("hasslefree.pipeline.compress")  # the package names its function so
         by_sensitivity, matching_text = pipeline.by_sensitivity, pipeline.matching_text
@@ -109,7 +109,7 @@ def arguments() -> argparse.Namespace:
         parents=[models.options(max_tokens=16 * 1024)],
     )
     parser.set_defaults(samples=64, seqlen=512)
-    parser.add_argument("--mixture", required=True, metavar="TEXT")
+    parser.add_argument("--mixture", required=True, nargs="+", metavar="TEXT")
     parser.add_argument("--size", default="4.6bits")
     parser.add_argument("--effort", default="balanced")
     parser.add_argument("--window", type=int, default=1024, help="tokens of a window of text")
@@ -127,6 +127,7 @@ def main() -> None:
     names = ("samples", "seqlen", "window", "max_tokens", "seed", "dtype", "size", "effort", "seen")
     header = {name: getattr(args, name) for name in names} | {"model": Path(args.model).name}
     header["texts"] = {kinds.name(text): kinds.digest(text, tokenizer) for text in measurement.texts}
+    header["mixture"] = [Path(text).name for text in args.mixture]
     output = args.output or RESULTS / f"overfitting_{Path(args.model).name}.json"
     content = resumed(output, header, "results")
     models.fill(content, output, {("dense",): (measurement, None, None, 0, False)}, real_model.row)
@@ -134,7 +135,7 @@ def main() -> None:
     fields = {"size": args.size, "effort": args.effort}
     jobs: dict[tuple[str, ...], tuple[Any, ...]] = {}
     for name in args.rows:
-        texts = Texts(*(args.mixture if mixed else args.calibration for mixed in ROWS[name]))
+        texts = Texts(*(args.mixture if mixed else [args.calibration] for mixed in ROWS[name]))
         jobs[(name,)] = (measurement, texts, dense, args.seen, fields)
     models.fill(content, output, jobs, row)
 
