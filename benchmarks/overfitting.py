@@ -3,8 +3,8 @@
     python benchmarks/overfitting.py MODEL TEXT… --calibration TEXT --mixture TEXT:SHARE% … [--size 4.6bits]
         [--effort balanced] [--rows NAME …] [--seen TEXT …] [--output FILE]
 
-Two texts, `--calibration` (of one kind) and `--mixture` (of several, with shares), as a recipe names them, and three parts
-of a compression that read a text:
+Two texts, `--calibration` (of one kind) and `--mixture` (of several, with shares), as a recipe names them, and three
+parts of a compression that read a text:
 
 - Grams: the calibration segments, from whose inputs each layer is fitted;
 - budgets: the segments whose gradients say how sensitive the predictions are to each layer, and so which layer gets how
