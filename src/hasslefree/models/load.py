@@ -8,15 +8,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-)
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -26,23 +17,20 @@ from transformers import (
 )
 from transformers.models.auto import modeling_auto
 from transformers.quantizers.auto import AutoQuantizationConfig
-from transformers.utils.peft_utils import find_adapter_config_file
 
 from hasslefree.errors import CheckpointError, HasslefreeError, ModelError, UnknownNameError, option
 from hasslefree.files import stored_tensors, weight_files
 from hasslefree.models.calls import replaced
+from hasslefree.models.names import check_name
 from hasslefree.validation import Dtype
 
 # For each type of model: the class that takes text alone, and the one that also takes images or
 # sound.
 CAUSAL: dict[str, str] = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 MULTIMODAL: dict[str, str] = dict(modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
-ADAPTER = "adapter_config.json"
 # Formats in which original checkpoints are released, and from which transformers dequantises.
 DEQUANTISED = ("fp8", "mxfp4")
 TRUST_CODE = f"if you trust it, run it with {option('trust_remote_code', True)}"
-# Seconds for the hub to answer the request that says whether a model exists.
-PATIENCE = 5
 DOWNLOAD_AGAIN = "if one of its files is damaged or truncated, download or copy it again"
 
 
@@ -71,79 +59,6 @@ def load_config(name: str, trust_remote_code: bool = False) -> Any:
     if not has_own_class:
         check_reads_text(name, config)
     return config
-
-
-def check_name(name: str) -> None:
-    """Raise a ModelError if a model is a GGUF file, an adapter, a path that does not exist, or a
-    name that the hub does not know.
-    """
-    if name.endswith(".gguf"):
-        file = Path(name)
-        raise ModelError(
-            f"{name} is a GGUF file; convert it to a model folder first:"
-            f" AutoModelForCausalLM.from_pretrained({str(file.parent)!r},"
-            f" gguf_file={file.name!r}).save_pretrained(FOLDER), and the same with AutoTokenizer"
-            " (transformers needs the package gguf for this)"
-        )
-    if Path(name).is_file():
-        raise ModelError(
-            f"{name} is a file; give the folder of a model, with config.json and weights"
-        )
-    if (Path(name) / ADAPTER).is_file():
-        raise adapter_alone(name)
-    if not Path(name).is_dir() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
-        raise ModelError(f"the model folder {name} does not exist; check its path")
-    if not Path(name).is_dir():
-        check_on_hub(name)
-
-
-def check_on_hub(name: str) -> None:
-    """Ask the hub once for the config.json of a model that is not in the cache.
-
-    transformers asks for many files, and repeats each request for half a minute if there is no
-    network.
-
-    Raises:
-        ModelError: there is no such model, the user may not read it, or the hub did not answer.
-    """
-    try:
-        address = hf_hub_url(name, "config.json")
-        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-            get_hf_file_metadata(address, timeout=PATIENCE)
-    except EntryNotFoundError as error:
-        if find_adapter_config_file(name):
-            raise adapter_alone(name) from error
-        raise ModelError(
-            f"{name!r} has no config.json on the hub; give a model that transformers loads"
-        ) from error
-    except Exception as error:  # of the hub, the network or a proxy
-        raise ModelError(hub_refusal(name, error)) from error
-
-
-def hub_refusal(name: str, error: Exception) -> str:
-    """Why a model of the hub cannot be read, and what to do."""
-    missing = f"{name!r} is neither a local folder nor"
-    if isinstance(error, HFValidationError):
-        return f"{missing} a name on the hub, which is USER/NAME; check the spelling"
-    if isinstance(error, OfflineModeIsEnabled):
-        return f"{missing} in the cache, and HF_HUB_OFFLINE is set; give a folder, or unset it"
-    if isinstance(error, GatedRepoError):
-        return (
-            f"{name!r} is gated: accept its licence at https://huggingface.co/{name}, then run `hf"
-            " auth login`"
-        )
-    if isinstance(error, RepositoryNotFoundError):
-        return (
-            f"{missing} a model that you can see on the hub: check the spelling; if it is private,"
-            " run `hf auth login`"
-        )
-    if isinstance(error, HfHubHTTPError):
-        status = error.response.status_code
-        return f"the hub failed with status {status} when asked for {name!r}; try again later"
-    return (
-        f"{missing} in the cache, and there is no connection to the hub; give a folder, or check"
-        " the network"
-    )
 
 
 @contextmanager
@@ -183,16 +98,6 @@ def wants_trust(error: BaseException) -> bool:
 
 def untrusted_code(name: str) -> ModelError:
     return ModelError(f"{name} comes with Python code of its own, which is not run; {TRUST_CODE}")
-
-
-def adapter_alone(name: str) -> ModelError:
-    """The error for a folder, or a name on the hub, with an adapter of PEFT."""
-    return ModelError(
-        f"{name} has an adapter, such as a LoRA ({ADAPTER}); merge it into its model first:"
-        f" peft.AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload()"
-        ".save_pretrained(FOLDER), and the same with the tokenizer. If the folder has a model too"
-        " and you want that alone, move the adapter elsewhere"
-    )
 
 
 def refuse_adapters(model: nn.Module) -> None:

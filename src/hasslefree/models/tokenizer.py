@@ -10,7 +10,8 @@ from transformers import AutoTokenizer
 from transformers.utils.import_utils import is_sentencepiece_available
 
 from hasslefree.errors import CheckpointError
-from hasslefree.models.load import check_name, loading, no_model
+from hasslefree.models.load import loading, no_model
+from hasslefree.models.names import check_name
 from hasslefree.texts.files import Document, Joined
 from hasslefree.texts.sources import PIECE, WIDEST
 
