@@ -8,11 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.errors import BudgetError, GridError, MemoryShortError, ModelError, UnknownNameError
 from hasslefree.models.activations import Activations
+from hasslefree.packed.linear import compressed_layers
 from hasslefree.planning.duration import flops_by_phase
 from hasslefree.planning.machine import free_memory
 from hasslefree.planning.memory import (
@@ -117,6 +119,22 @@ def test_bytes_of_a_grid_are_those_that_are_written(fields, tmp_path):
     assert sizes in (tmp_path / "out" / "README.md").read_text()
     assert "int4" in as_text(setup)
     assert "int4 in groups of 16" in plan_summary(setup)["layers"][0]["pattern"]
+
+
+@pytest.mark.parametrize("bits", [3, 4, 6])
+def test_bytes_to_run_are_those_of_a_loaded_model(bits, tmp_path):
+    """Oracle: the tensors of the model after a call, and what its kernels hold."""
+    build("llama").bfloat16().save_pretrained(tmp_path / "model")
+    recipe = Recipe(method="rtn", bits=bits, group_size=16, offset=True, samples=4, seqlen=16)
+    plan = plan_summary(setup_of(str(tmp_path / "model"), recipe, CPU, "device"))
+    hasslefree.compress(build("llama").bfloat16(), tmp_path / "out", recipe, segments=segments())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        model(segments(1, 4))
+    held = sum(layer.held_bytes for layer in compressed_layers(model).values())
+    assert held
+    state = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.dtype != torch.float32]
+    assert plan["to_run"] == held + sum(tensor.nbytes for tensor in state)
 
 
 def test_compress_refuses_before_the_work(tmp_path, free):

@@ -224,8 +224,7 @@ class SparseLowRankLinear(nn.Module):
         grad = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
         if self.unpacked_copy is not None and not grad:
             return F.linear(x, self.unpacked_copy)
-        case = self.case(x.numel() // self.in_features, grad)
-        if backends.choose(case, self.backend) == "numba":
+        if backends.choose(self.case(grad), self.backend) == "numba":
             return ops.product(x, self.values, self.index, self.spec.layout)
         return F.linear(x, self.unpacked())
 
@@ -249,14 +248,13 @@ class SparseLowRankLinear(nn.Module):
                 self.unpacked_copy = self.unpacked()
         self.backend = backend
 
-    def case(self, tokens: int = 1, grad: bool = False) -> backends.Case:
+    def case(self, grad: bool = False) -> backends.Case:
         """Describe a call, to choose its backend. grad: x or S needs a gradient."""
         weight = self.weight
         return backends.Case(
             device=weight.device.type,
             dtype=weight.dtype,
             layout=self.spec.layout,
-            tokens=tokens,
             grad=grad,
             grid=self.spec.grid,
             shape=self.spec.shape,

@@ -1,20 +1,29 @@
 """A plan as JSON and as a table for the terminal, and a table of advice."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from hasslefree.errors import with_flags
 from hasslefree.models.blocks import other_modalities
+from hasslefree.packed.kernels.int4 import Nibbles
 from hasslefree.planning.advice import Advice
 from hasslefree.planning.duration import flops_by_phase
 from hasslefree.planning.machine import product_rate
 from hasslefree.planning.memory import footprint_here, states_bytes, total, verdict
-from hasslefree.planning.plan import ROOM, LayerPlan, bytes_on_disk, select
+from hasslefree.planning.plan import (
+    ROOM,
+    LayerPlan,
+    bytes_on_disk,
+    select,
+    weights_on_disk,
+)
 from hasslefree.planning.setup import Setup
 from hasslefree.units import duration, size, span, table
 
@@ -33,6 +42,7 @@ def plan_summary(setup: Setup) -> dict[str, Any]:
         "kept": sum(matrix.parameters for matrix in setup.plan.matrices),
         "dense": sum(matrix.dense_parameters for matrix in setup.plan.matrices),
         "disk": bytes_on_disk(setup.model, setup.plan),
+        "to_run": bytes_to_run(setup),
         "unpacked": sum(matrix.dense_size for matrix in setup.plan.matrices),
         "device": setup.device.type,
         "storage": setup.storage,
@@ -46,6 +56,22 @@ def plan_summary(setup: Setup) -> dict[str, Any]:
         "model": setup.model_bytes,
         "problem": with_flags(problem) if problem else None,
     }
+
+
+def bytes_to_run(setup: Setup) -> int:
+    """The weights of the result in memory: codes of a complete S in bfloat16 are held as torch's
+    int4 operators read them, everything else as in the file.
+    """
+    held = weights_on_disk(setup.model, setup.plan)
+    for matrix in setup.plan.matrices:
+        out, width = matrix.shape
+        if matrix.grid is None or matrix.pattern != "dense" or matrix.dtype != torch.bfloat16:
+            continue
+        nibbles = Nibbles.fitting(matrix.grid.bits, matrix.grid.group or width)
+        if nibbles is not None:
+            shape, _ = matrix.sparse_tensors()["weight_packed"]
+            held += nibbles.bytes(out, width) - math.prod(shape) * torch.int32.itemsize
+    return held
 
 
 def layer_rows(setup: Setup) -> list[dict[str, Any]]:
@@ -85,8 +111,8 @@ def plan_table(setup: Setup, *more: Table) -> Group:
     stored = plan["disk"] - ROOM
     model = plan["model"]
     totals.add_row("weights", f"{size(model)} → {size(stored)} ({100 * stored / model:.0f} %)")
-    unpacked = f"the packed weights; with the backend unpacked {size(plan['unpacked'])} more"
-    totals.add_row("to run on a GPU", unpacked)
+    unpacked = f"{size(plan['to_run'])}; with the backend unpacked {size(plan['unpacked'])} more"
+    totals.add_row("in memory to run", unpacked)
     for name, peak in footprint_here(setup).peaks().items():
         totals.add_row(name, peak)
     if plan["dense_by_default"]:

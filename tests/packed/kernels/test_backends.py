@@ -14,7 +14,7 @@ CODED = {"grid": Grid(), "shape": (64, 128), "layout": PackedGroups(1, 1), "dtyp
 
 
 def case(**changes):
-    fields = {"device": "cpu", "dtype": torch.float32, "layout": PackedGroups(2, 4), "tokens": 1, "grad": False}
+    fields = {"device": "cpu", "dtype": torch.float32, "layout": PackedGroups(2, 4), "grad": False}
     return Case(**{**fields, **changes})
 
 
@@ -29,15 +29,15 @@ def everything(monkeypatch):
     ("changes", "expected"),
     [
         ({}, "numba"),
-        ({"layout": PackedGroups(4, 8), "tokens": 4096}, "numba"),
+        ({"layout": PackedGroups(4, 8)}, "numba"),
         ({"layout": Bitmask(), "dtype": torch.float16}, "numba"),
         ({"layout": Columns()}, "dense"),
         ({"grad": True}, "dense"),
         ({"dtype": torch.float64}, "dense"),
         ({"device": "cuda"}, "dense"),
-        ({"device": "cuda", "layout": Bitmask(), "tokens": 17}, "dense"),
+        ({"device": "cuda", "layout": Bitmask()}, "dense"),
         ({"device": "cuda", **CODED}, "int4"),
-        ({"device": "cuda", **CODED, "tokens": 17}, "dense"),
+        ({"device": "cuda", **CODED, "grid": Grid(5, 16)}, "int4"),
         ({"device": "cuda", **CODED, "grad": True}, "dense"),
     ],
 )
@@ -71,5 +71,3 @@ def test_a_backend_that_is_not_possible_says_why(everything, backend, changes, r
 def test_a_backend_that_is_possible_is_taken(everything, backend):
     changes = {"device": "cuda", **CODED} if backend == "int4" else {"dtype": torch.bfloat16}
     assert choose(case(**changes), backend) == backend
-    if backend == "int4":
-        assert choose(case(**changes, tokens=17), backend) == "dense"

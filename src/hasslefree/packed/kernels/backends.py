@@ -27,7 +27,6 @@ class Case:
         device: the type of S's device, such as "cpu".
         dtype: of S, and of the scales of a quantised S.
         layout: how S is stored.
-        tokens: the number of rows of x.
         grad: x or S needs a gradient.
         grid: of a quantised S.
         shape: (out, in) of a quantised S.
@@ -36,7 +35,6 @@ class Case:
     device: str
     dtype: torch.dtype
     layout: Layout
-    tokens: int
     grad: bool
     grid: Grid | None = None
     shape: tuple[int, int] = (0, 0)
@@ -45,30 +43,23 @@ class Case:
 def choose(case: Case, backend: str | None = None) -> str:
     """Choose the backend of a product.
 
-    By the rule a CPU uses `numba` or `int4` if possible, CUDA uses `int4` for few tokens if
-    possible, and everything else is `dense`. `unpacked`, which keeps a second copy of S, is never
-    chosen.
+    By the rule a CPU uses `numba` or `int4` if possible, CUDA uses `int4` if possible, and
+    everything else is `dense`. `unpacked`, which keeps a second copy of S, is never chosen.
 
     Args:
         case: the product.
-        backend: the requested backend; None for the rule. Requested `int4` is `dense` for many
-            tokens on CUDA.
+        backend: the requested backend; None for the rule.
 
     Raises:
         UnknownNameError: no such backend.
         KernelError: the requested backend is not possible; the message says why.
     """
-    is_long_on_cuda = case.device == "cuda" and case.tokens > int4.CUDA_TOKENS
     if backend is not None:
         check_backend(backend)
         obstacle = BACKENDS[backend](case)
         if obstacle is not None:
             raise KernelError(f"backend {backend!r} is not possible: {obstacle}")
-        if backend == "int4" and is_long_on_cuda:
-            return "dense"
         return backend
-    if is_long_on_cuda:
-        return "dense"
     for name in ("numba", "int4"):
         if BACKENDS[name](case) is None:
             return name

@@ -18,8 +18,8 @@ and by |value − m|/256 more where scales are multiples of a unit of their row.
 the value itself would be rounded to bfloat16.
 
 The operators are fast for a few tokens. For more, some rows of S at a time are unpacked into
-bfloat16. On a CPU the operators read codes in an order of their own, from which we unpack: one
-block of rows after the other, input by input, two rows per byte.
+bfloat16. The operators read codes in an order of their own, from which we unpack. On a CPU it is
+one block of rows after the other, input by input, two rows per byte; `tiles` has CUDA's.
 """
 
 import functools
@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hasslefree.core.grids import Grid
-from hasslefree.packed.kernels import arrays
+from hasslefree.packed.kernels import arrays, tiles
 from hasslefree.packed.kernels.arrays import bits_of, is_traced, numba_kernels
 from hasslefree.packed.kernels.ops import as_operator
 from hasslefree.packed.kernels.rooms import BLOCK, BlockedRoom, Room, room_for
@@ -43,14 +43,16 @@ GROUPS = (256, 128, 64, 32)
 STORED_GROUPS = (256, 128, 64, 32, 16)
 # The operators' zero among the nibbles.
 ZERO = 8
-# What the nibbles of a code are multiplied by, on a CPU.
-LOW_AND_HIGH = torch.tensor([[1.0], [16.0]], dtype=torch.bfloat16, device="cpu")
-FILLED_UP = torch.tensor([[1.0], [0.0]], dtype=torch.bfloat16, device="cpu")
+# What the low and the high nibble of a code are multiplied by, or a nibble and what fills it up.
+LOW_AND_HIGH = (1.0, 16.0)
+FILLED_UP = (1.0, 0.0)
 # Nibbles of an input, times tokens, that the operators multiply at most: from there on, unpacking
 # is faster, by Numba or by torch.
 MOST_BY_NUMBA = 10
 MOST_BY_TORCH = 128
 CUDA_TOKENS = 16
+# Rows of S in bfloat16 that are unpacked together on CUDA.
+CUDA_TILE_BYTES = 64 << 20
 # The rows that a CPU's order of codes interleaves, by the instructions that torch uses.
 BLOCKS = {"AVX512": 64, "AVX2": 32}
 # Rows of S in bfloat16 that are unpacked together.
@@ -95,6 +97,10 @@ class Nibbles:
         """The nibbles that share a scale and a centre."""
         return self.count * self.group
 
+    def bytes(self, out: int, width: int) -> int:
+        """The memory of nibbles, scales and centres of S (out, width)."""
+        return self.count * out * width // 2 + 4 * out * width // self.group
+
     def split(self, codes: Tensor) -> Tensor:
         """Codes, uint8 (out, in) → nibbles, uint8 (out, count · in)."""
         middle = 1 << (self.bits - 1)
@@ -133,8 +139,29 @@ class Nibbles:
         """x (tokens, in) → what the nibbles are multiplied by, (tokens, count · in)."""
         if self.count == 1:
             return x.contiguous()
-        multiples = LOW_AND_HIGH if self.is_high else FILLED_UP
+        multiples = multiples_on(x.device, LOW_AND_HIGH if self.is_high else FILLED_UP)
         return (x.reshape(-1, 1, self.group) * multiples).view(len(x), -1)
+
+    def values(self, nibbles: Tensor, terms: Tensor) -> Tensor:
+        """S (rows, in), bfloat16.
+
+        Args:
+            nibbles: of its codes, uint8 (rows, count · in).
+            terms: scales and centres, (groups, rows, 2) bfloat16.
+        """
+        parts = nibbles.view(len(nibbles), -1, self.count, self.group)
+        steps = parts[:, :, 0].float() - ZERO
+        scale, centre = terms.float().permute(2, 1, 0).unsqueeze(-1)
+        if self.is_high:
+            steps += 16 * (parts[:, :, 1].float() - ZERO)
+            centre = 17 * centre
+        return torch.addcmul(centre, steps, scale).bfloat16().flatten(1)
+
+
+@functools.cache
+def multiples_on(device: torch.device, multiples: tuple[float, float]) -> Tensor:
+    """(2, 1), bfloat16: made once, as a copy to a GPU takes longer than a product."""
+    return torch.tensor(multiples, dtype=torch.bfloat16, device=device).view(2, 1)
 
 
 @dataclass(frozen=True)
@@ -142,7 +169,7 @@ class Int4:
     """S (out, in) as the operators take it.
 
     Args:
-        codes: nibbles, on a CPU uint8 (out, nibbles/2), on CUDA int32.
+        codes: nibbles, on a CPU uint8 (out, nibbles/2), on CUDA int32 (`tiles`).
         terms: scales and centres, (groups, out, 2) bfloat16.
         nibbles: how codes are written in nibbles.
     """
@@ -178,9 +205,7 @@ class Int4:
         )
         if words.device.type == "cuda":
             split = nibbles.split(unpack_codes(words, bits, width))
-            tiles = next(tiles for tiles in (8, 4, 2) if width % (16 * tiles) == 0)
-            pairs = split[:, ::2] << 4 | split[:, 1::2]
-            return cls(torch.ops.aten._convert_weight_to_int4pack(pairs, tiles), terms, nibbles)
+            return cls(tiles.tiled(split), terms, nibbles)
         packed = words.new_empty(len(words), nibbles.count * width // 2, dtype=torch.uint8)
         for rows in tiles_of(len(words), width):
             split = nibbles.split(unpack_codes(words[rows], bits, width))
@@ -188,18 +213,32 @@ class Int4:
         return cls(packed, terms, nibbles)
 
     def words(self) -> Tensor:
-        """The packed codes that `of` was given, on a CPU."""
+        """The packed codes that `of` was given."""
         parts = []
-        for rows in tiles_of(len(self.codes), 2 * self.codes.shape[1]):
-            octets = self.codes[rows]
-            nibbles = torch.empty(2 * octets.shape[1], len(octets), dtype=torch.uint8)
-            write_nibbles(octets, nibbles)
-            parts.append(pack_codes(self.nibbles.join(nibbles.T.contiguous()), self.nibbles.bits))
+        for rows in self._few_rows():
+            if self.codes.is_cuda:
+                nibbles = tiles.rows_of(self.codes, rows)
+            else:
+                octets = self.codes[rows]
+                columns = torch.empty(2 * octets.shape[1], len(octets), dtype=torch.uint8)
+                write_nibbles(octets, columns)
+                nibbles = columns.T.contiguous()
+            parts.append(pack_codes(self.nibbles.join(nibbles), self.nibbles.bits))
         return torch.cat(parts)
 
+    def _few_rows(self) -> Iterator[slice]:
+        """Rows that are unpacked together, one slice after the other."""
+        out = self.terms.shape[1]
+        width = len(self.terms) * self.nibbles.group
+        if not self.codes.is_cuda:
+            return tiles_of(out, width)
+        height = max(1, CUDA_TILE_BYTES // (2 * width * tiles.ROWS)) * tiles.ROWS
+        return (slice(start, min(start + height, out)) for start in range(0, out, height))
+
     def codes_of_rows(self, rows: Tensor) -> Tensor:
-        """The codes of some rows: indices (rows,) → uint8 (rows, in), on a CPU."""
-        return self.nibbles.join(nibbles_of_rows(self.codes, rows))
+        """The codes of some rows: indices (rows,) → uint8 (rows, in)."""
+        select = tiles.rows_of if self.codes.is_cuda else nibbles_of_rows
+        return self.nibbles.join(select(self.codes, rows))
 
     def few_product(self, x: Tensor) -> Tensor:
         """x Sᵀ for a few tokens on a CPU: (tokens, in) → (tokens, out), bfloat16."""
@@ -225,12 +264,22 @@ class Int4:
         """
         nibbles = self.nibbles
         if x.device.type == "cuda":
-            spread = nibbles.spread(x)
-            group = nibbles.together
-            y: Tensor = torch.ops.aten._weight_int4pack_mm(spread, self.codes, group, self.terms)
-            return add_factors(y, x, u, v)
+            return add_factors(self._product_on_cuda(x), x, u, v)
         multiply = linear_int4 if is_traced(x) else int4_product
         return multiply(x, self.codes, self.terms, nibbles.bits, nibbles.group, u, v)
+
+    def _product_on_cuda(self, x: Tensor) -> Tensor:
+        """x Sᵀ: (tokens, in) → (tokens, out)."""
+        nibbles = self.nibbles
+        if len(x) <= CUDA_TOKENS:
+            multiply = torch.ops.aten._weight_int4pack_mm
+            y: Tensor = multiply(nibbles.spread(x), self.codes, nibbles.together, self.terms)
+            return y
+        parts = []
+        for rows in self._few_rows():
+            unpacked = nibbles.values(tiles.rows_of(self.codes, rows), self.terms[:, rows])
+            parts.append(F.linear(x, unpacked))
+        return torch.cat(parts, 1)
 
 
 def add_factors(
@@ -388,11 +437,7 @@ def obstacle(
             f"on {device}, torch's operators take a multiple of {outputs} outputs, and the layer"
             f" has {out}"
         )
-    if device == "cuda":
-        if nibbles.count > 1 or grid.bits != 4:
-            return f"on CUDA, S has 4 bits in groups of a multiple of 32 inputs, and here {grid}"
-        return without_cuda()
-    return without_cpu()
+    return without_cuda() if device == "cuda" else without_cpu()
 
 
 @functools.cache
@@ -402,7 +447,7 @@ def without_cuda() -> str | None:
         return "this build of torch has no operators for codes of 4 bits on this GPU"
     if torch.cuda.get_device_capability() < (8, 0):
         return "torch's operators for codes of 4 bits need a GPU of compute capability 8.0 or newer"
-    return None
+    return unknown_order(torch.device("cuda"))
 
 
 @functools.cache
@@ -420,10 +465,16 @@ def without_cpu() -> str | None:
         return (
             f"torch {torch.__version__} has no operators for codes of 4 bits on a CPU; update torch"
         )
-    words = torch.arange(80 * 4, dtype=torch.int32).view(80, 4) * 0x12345679
-    if not torch.equal(Int4.of(words, 4, 32, torch.ones(80, 1), torch.ones(80, 1)).words(), words):
-        return (
-            f"torch {torch.__version__} orders codes of 4 bits in a way that is not known here;"
-            " update hasslefree"
-        )
-    return None
+    return unknown_order(torch.device("cpu"))
+
+
+def unknown_order(device: torch.device) -> str | None:
+    """Try the order of codes on a device: say that it is not the one known here; None if it is."""
+    words = torch.arange(80 * 4, dtype=torch.int32, device=device).view(80, 4) * 0x12345679
+    ones = torch.ones(80, 1, device=device)
+    if torch.equal(Int4.of(words, 4, 32, ones, ones).words(), words):
+        return None
+    return (
+        f"torch {torch.__version__} orders codes of 4 bits in a way that is not known here; update"
+        " hasslefree"
+    )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hasslefree.packed.kernels import arrays, backends, ops
 from hasslefree.packed.kernels.arrays import FactorArrays, LayerArrays, is_traced, takes_few
-from hasslefree.packed.kernels.int4 import CUDA_TOKENS, Int4
+from hasslefree.packed.kernels.int4 import Int4
 from hasslefree.packed.layouts import PackedGroups
 from hasslefree.packed.spec import LayerSpec
 
@@ -126,11 +126,11 @@ class GroupsKernel:
 class Int4Kernel:
     """The backend `int4`: a complete S on a grid.
 
-    On a CPU the kernel takes the buffer `weight_packed` of the layer, whose codes it holds in the
-    order of torch's operators, so that one copy of the codes is in memory. `release` returns them.
-    While the kernel holds codes, the buffer is None. Reading the tensors of the layer releases
-    them, also while they are prepared: therefore the lock may be taken twice by one thread, and
-    `key` is set last.
+    The kernel takes the buffer `weight_packed` of the layer, whose codes it holds in the order of
+    torch's operators, so that one copy of the codes is in memory. `release` returns them. While the
+    kernel holds codes, the buffer is None. Reading the tensors of the layer releases them, also
+    while they are prepared: therefore the lock may be taken twice by one thread, and `key` is set
+    last.
     """
 
     def __init__(self) -> None:
@@ -153,8 +153,6 @@ class Int4Kernel:
         if x.dtype != torch.bfloat16 or x.shape[-1] != layer.in_features:
             return None
         flat = x.reshape(-1, x.shape[-1])
-        if not x.is_cpu and len(flat) > CUDA_TOKENS:
-            return None
         traced = is_traced(x)
         if not traced and self.key != key_of(layer):
             with self.preparing:
@@ -206,9 +204,9 @@ class Int4Kernel:
         scale = layer.spec.scales(tensors).detach()
         low = layer.spec.lowest(tensors)
         self.operands = Int4.of(words, bits, layer.in_features, scale, low)
+        layer._buffers["weight_packed"] = None
         if not words.is_cpu:
             return
-        layer._buffers["weight_packed"] = None
         for tensor in tensors.values():
             arrays.give_up_pages(tensor)
         self._take_factors(layer)
