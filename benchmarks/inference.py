@@ -93,13 +93,13 @@ def measure(layers: list[Layer], x: Tensor, ways: list[str], clock: str) -> dict
 def rows(device: str, clock: str, shapes: list[tuple[int, int]], tokens: list[int]) -> Iterator[dict[str, Any]]:
     for out, width in shapes:
         for dtype in (torch.float32, torch.bfloat16):
-            backends = possible(device, dtype, 1)
+            backends = possible(device, dtype)
             layers = [Layer.random(out, width, dtype, device, backends)]
             while sum(layer.bytes(backends[0]) for layer in layers) < COLD_BYTES:
                 layers.append(Layer.random(out, width, dtype, device, backends))
             for count in tokens:
                 x = torch.randn(count, width, device=device).to(dtype)
-                found = measure(layers, x, possible(device, dtype, count), clock)
+                found = measure(layers, x, backends, clock)
                 for way, seconds in found.items():
                     yield {
                         "out": out,
@@ -249,8 +249,7 @@ def generate(args: argparse.Namespace) -> None:
         folders = args.model, args.folder
         if args.model is None:
             torch.manual_seed(0)
-            grid = Grid(args.bits, 64, offset=True) if args.bits else None
-            write_models(Path(name), args.blocks, "Llama-3.2-1B", 128_256, grid)
+            write_models(Path(name), args.blocks, "Llama-3.2-1B", 128_256, args.bits)
             folders = Path(name, "dense"), Path(name, "packed")
         found = speeds(*folders, args)
         for row, folder in zip(found, folders, strict=False):

@@ -1,4 +1,4 @@
-"""Write an equivalent of a Llama whose weights lie on no grid.
+"""Write an equivalent of a Llama, a Qwen 2 or a Gemma 3 whose weights lie on no grid.
 
     python benchmarks/off_grid.py MODEL DEST [--sigma 0.2] [--seed 0]
 
@@ -38,8 +38,10 @@ def divide_rows(layer: nn.Module, factors: Tensor) -> None:
 
 @torch.no_grad()
 def rescale(model: Any, sigma: float, generator: torch.Generator) -> None:
-    """Multiply the columns of every linear layer in the blocks of a Llama, and divide what feeds them."""
+    """Multiply the columns of every linear layer in the blocks of a model, and divide what feeds them."""
     config = model.config
+    is_gemma = config.model_type.startswith("gemma")  # stores the gains of norms less 1
+    before_mlp = "pre_feedforward_layernorm" if is_gemma else "post_attention_layernorm"
     shared = config.num_attention_heads // config.num_key_value_heads  # heads that read one head of v
 
     def factors(count: int) -> Tensor:
@@ -49,10 +51,12 @@ def rescale(model: Any, sigma: float, generator: torch.Generator) -> None:
         attention, mlp = block.self_attn, block.mlp
         for norm, readers in (
             (block.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
-            (block.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+            (getattr(block, before_mlp), (mlp.gate_proj, mlp.up_proj)),
         ):
             scale = factors(config.hidden_size)
+            norm.weight += is_gemma
             divide_rows(norm, scale)
+            norm.weight -= is_gemma
             for reader in readers:
                 reader.weight *= scale
         scale = factors(mlp.up_proj.out_features)

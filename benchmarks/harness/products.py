@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hasslefree import Decomposition, LowRank, SemiStructured, SparseLowRankLinear
-from hasslefree.checkpoint.entries import Entry
+from hasslefree.checkpoint.entries import Entry, checksum
 from hasslefree.checkpoint.plugin import HasslefreeConfig
 from hasslefree.core.grids import Grid, Quantised
 from hasslefree.models.blocks import find_blocks
@@ -63,9 +64,9 @@ class Layer:
         return found
 
 
-def possible(device: str, dtype: torch.dtype, tokens: int) -> list[str]:
+def possible(device: str, dtype: torch.dtype) -> list[str]:
     """The backends of the device that read S from a packed form."""
-    case = Case(device, dtype, TWO_OF_FOUR, tokens, grad=False)
+    case = Case(device, dtype, TWO_OF_FOUR, grad=False)
     return [
         backend
         for backend, obstacle in BACKENDS.items()
@@ -94,19 +95,52 @@ LLAMAS = {
 
 
 def write_models(
-    folder: Path, blocks: int, like: str = "Llama-3-8B", vocabulary: int = 256, grid: Grid | None = None
+    folder: Path, blocks: int, like: str = "Llama-3-8B", vocabulary: int = 256, bits: int | None = None
 ) -> None:
-    """The same random Llama twice: folder/dense and folder/packed, with 2:4 or on a grid."""
+    """The same random Llama twice: folder/dense and folder/packed, with 2:4 + rank 64, or with all matrices on the
+    grid of transformers with these bits.
+    """
     sizes = LLAMAS[like] | {"vocab_size": vocabulary, "num_hidden_layers": blocks}
     config = LlamaConfig(**sizes, num_key_value_heads=8, tie_word_embeddings=True)  # type: ignore[arg-type]
     model = LlamaForCausalLM(config).bfloat16()
     model.save_pretrained(folder / "dense")
+    if bits is not None:
+        write_on_grid(folder / "packed", model, Grid(bits, 32, offset=True, scale_bits=5))
+        return
     entries = {}
     decoder = find_blocks(model)
     for index, block in enumerate(decoder.modules):
         for name, site in find_sites(block).items():
-            packed = random_layer(site.weight(), grid)
+            packed = random_layer(site.weight())
             site.replace(packed)
             entries[f"{decoder.prefix(index)}.{name}"] = Entry.of(packed).to_dict()
     model.config.quantization_config = HasslefreeConfig(entries)
     model.save_pretrained(folder / "packed")
+
+
+def write_on_grid(folder: Path, model: LlamaForCausalLM, grid: Grid) -> None:
+    """A folder with random numbers in the place of all matrices, the tied embedding among them, on a grid."""
+    tensors, entries = {}, {}
+    for name, weight in model.state_dict().items():
+        module = name.removesuffix(".weight")
+        if weight.ndim == 1:
+            tensors[name] = weight
+        elif name != "lm_head.weight":
+            spec = LayerSpec("dense", tuple(weight.shape), 0, weight.numel(), grid)
+            drawn = random_tensors(spec)
+            tensors |= {f"{module}.{part}": tensor for part, tensor in drawn.items()}
+            entries[module] = Entry(spec, checksum([drawn[spec.layout.index]])).to_dict()
+    model.config.quantization_config = HasslefreeConfig(entries)
+    model.config.save_pretrained(folder)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def random_tensors(spec: LayerSpec) -> dict[str, Tensor]:
+    """The tensors of S with any codes, in bfloat16."""
+    tensors = {}
+    for part, (shape, stored) in spec.sparse_tensors().items():
+        if stored is None:
+            tensors[part] = torch.rand(shape).bfloat16() / 64
+        else:
+            tensors[part] = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32).to(stored)
+    return tensors
