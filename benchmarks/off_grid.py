@@ -40,7 +40,8 @@ def divide_rows(layer: nn.Module, factors: Tensor) -> None:
 def rescale(model: Any, sigma: float, generator: torch.Generator) -> None:
     """Multiply the columns of every linear layer in the blocks of a model, and divide what feeds them."""
     config = model.config
-    is_gemma = config.model_type.startswith("gemma")  # stores the gains of norms less 1
+    is_gemma = config.model_type.startswith("gemma")
+    less = 1.0 if is_gemma else 0.0  # it stores the gains of norms less 1
     before_mlp = "pre_feedforward_layernorm" if is_gemma else "post_attention_layernorm"
     shared = config.num_attention_heads // config.num_key_value_heads  # heads that read one head of v
 
@@ -54,9 +55,9 @@ def rescale(model: Any, sigma: float, generator: torch.Generator) -> None:
             (getattr(block, before_mlp), (mlp.gate_proj, mlp.up_proj)),
         ):
             scale = factors(config.hidden_size)
-            norm.weight += is_gemma
+            norm.weight += less
             divide_rows(norm, scale)
-            norm.weight -= is_gemma
+            norm.weight -= less
             for reader in readers:
                 reader.weight *= scale
         scale = factors(mlp.up_proj.out_features)
