@@ -348,12 +348,10 @@ def read_record(folder: Path) -> Record:
         ) from None
 
 
-def versions() -> dict[str, str]:
-    """The versions of the libraries that a figure depends on."""
-    return {
-        package: importlib.metadata.version(package)
-        for package in ("hasslefree", "torch", "transformers")
-    }
+def versions(*more: str) -> dict[str, str]:
+    """The versions of the libraries that a figure depends on. more: further ones."""
+    packages = ("hasslefree", "torch", "transformers", *more)
+    return {package: importlib.metadata.version(package) for package in packages}
 
 
 def shrunk(dense: int, stored: int) -> str:

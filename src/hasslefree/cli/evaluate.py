@@ -74,7 +74,6 @@ def call_evaluate(
     If MODEL is a compressed folder, its dense model is measured too, and the KL divergence of
     their predictions. Each result is printed, and written to FILE, as soon as it is there.
     """
-    from hasslefree.evaluation.continuation import fit_together
     from hasslefree.evaluation.harness import default_cache
     from hasslefree.evaluation.run import evaluate
 
@@ -87,13 +86,7 @@ def call_evaluate(
             "--kl compares predictions on texts; name one, such as --perplexity wikitext2"
         )
     dense = dense_model(model, dense, trust_remote_code, needed=bool(kl))
-    beside = dense if perplexity and kl is not False else None
-    if beside is not None and kl is None and not fit_together((model, beside), device):
-        common.say(
-            "Both models do not fit in memory at once: they are measured one after the other,"
-            " without the KL divergence; --kl measures it all the same."
-        )
-        beside = None
+    beside = model_beside(model, dense, kl, device) if perplexity else None
     content: dict[str, Any] = {}
 
     def keep(measured: dict[str, Any]) -> None:
@@ -101,33 +94,46 @@ def call_evaluate(
         if output is not None:
             common.write_file(content, output)
 
-    def keep_dense(measured: dict[str, Any]) -> None:
-        keep({"dense": measured})
-
+    measure = partial(
+        evaluate,
+        texts=perplexity or [],
+        tasks=tasks or [],
+        seqlen=seqlen,
+        max_tokens=max_tokens,
+        batch=batch_size,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        first_token=first_token,
+        limit=limit,
+        task_data=task_data,
+        cache=cache or default_cache(),
+    )
     try:
         with phase_bars() as progress:
-            measure = partial(
-                evaluate,
-                texts=perplexity or [],
-                tasks=tasks or [],
-                seqlen=seqlen,
-                max_tokens=max_tokens,
-                batch=batch_size,
-                dtype=dtype,
-                device=device,
-                trust_remote_code=trust_remote_code,
-                first_token=first_token,
-                limit=limit,
-                task_data=task_data,
-                cache=cache or default_cache(),
-                progress=progress,
-            )
-            measure(model, dense=beside, keep=keep)
+            measure(model, dense=beside, keep=keep, progress=progress)
             if dense is not None and beside is None:
-                measure(dense, keep=keep_dense)
+                measure(dense, keep=lambda measured: keep({"dense": measured}), progress=progress)
     finally:  # the dense model may fail, and its error leaves the results of the first
         if content:
             common.show(content, output, as_json, *result_tables(content))
+
+
+def model_beside(model: str, dense: str | None, kl: bool | None, device: str | None) -> str | None:
+    """The dense model to run beside MODEL, for the KL divergence; None, with a line, if both do not
+    fit in memory.
+    """
+    from hasslefree.evaluation.continuation import fit_together
+
+    if dense is None or kl is False:
+        return None
+    if kl is None and not fit_together((model, dense), device):
+        common.say(
+            "Both models do not fit in memory at once: they are measured one after the other,"
+            " without the KL divergence; --kl measures it all the same."
+        )
+        return None
+    return dense
 
 
 def dense_model(

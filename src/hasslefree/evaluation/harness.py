@@ -5,7 +5,6 @@ the process, starts programs to describe the machine, and has no way to follow t
 """
 
 import hashlib
-import importlib.metadata
 import json
 import logging
 import math
@@ -218,7 +217,7 @@ def cache_name(model: PreTrainedModel, tokenizer: Any) -> str:
     """
     config = model.config.to_dict()
     config.pop("_name_or_path", None)
-    libraries = versions() | {"lm_eval": importlib.metadata.version("lm_eval")}
+    libraries = versions("lm_eval")
     settings = [type(model).__name__, config, libraries, model.device.type, SOFTMAX_DTYPE]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     for name, tensor in model.state_dict().items():

@@ -6,7 +6,6 @@ not scored.
 """
 
 import dataclasses
-import importlib.metadata
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -94,15 +93,7 @@ def perplexity(
         NonFiniteError: a model gives NaN.
         ModelError: the vocabularies of the models differ in size.
     """
-    if windows is not None:
-        tokens = tokens[: windows * window]
-    if not remainder:
-        if len(tokens) < window:
-            raise CalibrationError(
-                f"{len(tokens)} tokens do not fill one window of {window}, and only full windows"
-                f" are scored; use a smaller {option('seqlen')} or more tokens"
-            )
-        tokens = tokens[: len(tokens) // window * window]
+    tokens = scored_text(tokens, window, windows, remainder)
     # The first token of a window has no context, and `first` is no text.
     unscored = max(len(first), 1)
     for what, size in {"text": len(tokens), "window": window}.items():
@@ -116,40 +107,66 @@ def perplexity(
         tokens[offset::window] = token
     device = next(model.parameters()).device
     batches = batches_of_windows(tokens, window, batch)
-    models = [model]
-    if dense is not None:
-        models.append(dense)
-    losses = [0.0] * len(models)
     comparison = Comparison()
+    loss = 0.0
+    dense_loss = 0.0
     scored = 0
-    count = sum(len(rows) for rows in batches)
-    with (phases or Phases()).phase(name, count, "windows") as phase:
+    with (phases or Phases()).phase(name, sum(map(len, batches)), "windows") as phase:
         for rows in batches:
             rows = rows.to(device)
             targets = rows[:, unscored:].flatten()
-            predictions: list[Tensor] = []
-            for index, each in enumerate(models):
-                logits = each(input_ids=rows, use_cache=False).logits[:, unscored - 1 : -1]
-                logits = logits.flatten(0, 1)
-                losses[index] += F.cross_entropy(logits.float(), targets, reduction="sum").item()
-                predictions.append(logits)
+            predicted = predictions(model, rows, unscored)
+            loss += total_loss(predicted, targets)
             if dense is not None:
-                comparison.add(dense=predictions[1], compressed=predictions[0])
+                expected = predictions(dense, rows, unscored)
+                dense_loss += total_loss(expected, targets)
+                comparison.add(dense=expected, compressed=predicted)
             scored += targets.numel()
             phase.advance(len(rows))
-    values: list[float] = []
-    for loss, which in zip(losses, ("model", "dense model"), strict=False):
-        value = torch.tensor(loss / scored, dtype=torch.float64).exp().item()
-        if not math.isfinite(value):
-            raise NonFiniteError(
-                f"the {which} gives NaN or Inf on this text; look for NaN or Inf in its weights, or"
-                f" try {option('dtype', 'float32')}"
-            )
-        values.append(value)
-    result = Perplexity(values[0], len(tokens), scored, window)
+    value = exponential(loss / scored, "model")
     if dense is None:
-        return result
-    return dataclasses.replace(result, dense=values[1], kl=kl_record(comparison))
+        return Perplexity(value, len(tokens), scored, window)
+    before = exponential(dense_loss / scored, "dense model")
+    return Perplexity(value, len(tokens), scored, window, before, kl_record(comparison))
+
+
+def scored_text(tokens: Tensor, window: int, windows: int | None, remainder: bool) -> Tensor:
+    """The part of a text (n,) that is scored. Arguments and errors as for `perplexity`."""
+    if windows is not None:
+        tokens = tokens[: windows * window]
+    if remainder:
+        return tokens
+    if len(tokens) < window:
+        raise CalibrationError(
+            f"{len(tokens)} tokens do not fill one window of {window}, and only full windows"
+            f" are scored; use a smaller {option('seqlen')} or more tokens"
+        )
+    return tokens[: len(tokens) // window * window]
+
+
+def predictions(model: nn.Module, rows: Tensor, unscored: int) -> Tensor:
+    """The logits (tokens, vocabulary) from which the tokens of some windows are scored.
+
+    Args:
+        rows: token ids (windows, window). unscored: the first ones of each window.
+    """
+    return model(input_ids=rows, use_cache=False).logits[:, unscored - 1 : -1].flatten(0, 1)
+
+
+def total_loss(logits: Tensor, targets: Tensor) -> float:
+    """The sum of the negative log-likelihoods, in nats."""
+    return F.cross_entropy(logits.float(), targets, reduction="sum").item()
+
+
+def exponential(loss: float, which: str) -> float:
+    """The perplexity for a mean loss. Raises a NonFiniteError if it is none. which: the model."""
+    value = torch.tensor(loss, dtype=torch.float64).exp().item()
+    if not math.isfinite(value):
+        raise NonFiniteError(
+            f"the {which} gives NaN or Inf on this text; look for NaN or Inf in its weights, or"
+            f" try {option('dtype', 'float32')}"
+        )
+    return value
 
 
 def batches_of_windows(
@@ -265,16 +282,15 @@ def evaluate(
     """
     for text in texts:
         check_text(text)
+    libraries = versions()
     if tasks:
         check_tasks(tasks, task_data)
         check_harness()
+        libraries = versions("lm_eval")
     names = [str(model)]
     if dense is not None:
         names.append(str(dense))
         check_same_vocabulary(str(model), str(dense), trust_remote_code)
-    libraries = versions()
-    if tasks:
-        libraries["lm_eval"] = importlib.metadata.version("lm_eval")
     phases = Phases(progress)
     subjects: list[Subject] = []
     with phases.phase(LOADING):
@@ -282,29 +298,25 @@ def evaluate(
             subjects.append(Subject.load(name, libraries, dtype, device, trust_remote_code))
     measured = subjects[0]
     results = measured.results
+    beside = None
     if dense is not None:
         results["dense"] = subjects[1].results
+        beside = subjects[1].model
+    measure = partial(
+        text_perplexity,
+        measured.model,
+        measured.tokenizer,
+        seqlen=seqlen,
+        max_tokens=max_tokens,
+        batch=batch or 1,
+        phases=phases,
+        dense=beside,
+    )
     for text in texts:
         protocol = evaluation_protocol(text)
         if not first_token:
             protocol = dataclasses.replace(protocol, first_token=False)
-        row = text_perplexity(
-            measured.model,
-            measured.tokenizer,
-            text,
-            protocol,
-            seqlen,
-            max_tokens,
-            batch or 1,
-            phases,
-            subjects[1].model if dense is not None else None,
-        )
-        measured.add_text(text, row)
-        if dense is not None:
-            before = row.pop("dense")
-            of_dense = row | {"perplexity": before}
-            del of_dense["kl"]
-            subjects[1].add_text(text, of_dense)
+        add_row(subjects, text, measure(text, protocol))
         keep(results)
 
     def keep_scores(subject: Subject, scores: Scores) -> None:
@@ -325,6 +337,16 @@ def evaluate(
                 keep=partial(keep_scores, subject),
             )
     return results
+
+
+def add_row(subjects: Sequence[Subject], text: str, row: dict[str, Any]) -> None:
+    """Add what `text_perplexity` measured to the results of a model, and of its dense one."""
+    before = row.pop("dense", None)
+    subjects[0].add_text(text, row)
+    for dense in subjects[1:]:
+        of_dense = row | {"perplexity": before}
+        del of_dense["kl"]
+        dense.add_text(text, of_dense)
 
 
 def check_same_vocabulary(
