@@ -44,7 +44,7 @@ def test_experts_are_refused():
 def test_what_vllm_imports_loads_neither_transformers_nor_what_is_not_installed_with_vllm():
     """vLLM 0.32 comes with a transformers that is older than the oldest that loads folders."""
     modules = "hasslefree.serve.fused, hasslefree.serve.requirements, hasslefree.checkpoint.entries"
-    heavy = ("transformers", "datasets", "accelerate", "altair", "typer", "rich")
+    heavy = ("transformers", "datasets", "accelerate", "typer", "rich")
     script = f"import sys, {modules}\nprint([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import altair as alt
 import torch
 
 from hasslefree.checkpoint.output import write_whole
 from hasslefree.report.content import OUTSIDE, Content, Run, model_name, place, places
-from hasslefree.report.drawing import HUES, ROWS, Drawing, png
+from hasslefree.report.drawing import HUES, Drawing, png, vega_lite
 from hasslefree.report.maps import MAPS, figures, layer_map
 from hasslefree.units import significant
 
@@ -20,9 +19,6 @@ POINTS = 12_000
 # A dash for each line, in the order of lines: the colours come again after `HUES`.
 _PATTERNS = ([9999, 0], [6, 3], [2, 2], [8, 3, 2, 3])
 DASHES = [dash for dash in _PATTERNS for _ in HUES]
-WHOLE = alt.Axis(
-    grid=False, tickMinStep=1, labelExpr="datum.value % 1 ? '' : datum.label", format="d"
-)
 # The width of a phone, without margins, in which a legend must fit.
 LEGEND_PIXELS = 300
 ROUNDS_NOTE = (
@@ -83,7 +79,7 @@ def run_charts(
     if run.spectra:
         spectra = {layer.name: run.spectra.get(layer.name, ()) for layer in run.record.layers}
         rows = curves(spectra, most)
-        y = alt.Y("value:Q", title="share of the largest", scale=alt.Scale(domain=[0, 1]))
+        y = axis("share of the largest", domain=[0, 1])
         charts[f"spectra-{label}"] = lines(
             "Singular values of L", rows, "singular value, largest first", y, selected
         )
@@ -135,7 +131,7 @@ def lines(
     title: str,
     rows: list[dict[str, Any]],
     x: str,
-    y: alt.Y,
+    y: dict[str, Any],
     selected: str = "",
     note: str = "",
 ) -> Drawing:
@@ -147,39 +143,36 @@ def lines(
         x: the title of the axis of steps.
         selected: the only layer that is drawn; "" for all.
     """
-    parameter = alt.param(name="layer", value=selected)
-    data = alt.Chart(ROWS, width=560, height=240)
-    data = data.transform_filter((parameter == "") | (alt.datum.layer == parameter))
-    data = data.transform_flatten(["step", "value"]).transform_filter(alt.datum.value > 0)
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    shared: dict[str, Any] = {"title": None, "legend": None}
-    if not selected:
-        shared["legend"] = legend(kinds)
     # Given, because a layer without values has none from which Vega could find it.
     ends = [step for row in rows for step in row["step"]]
-    steps = alt.Scale(domain=[min(ends), max(ends)])
-    dashes = alt.Scale(domain=kinds, range=DASHES)
-    chart = data.mark_line(strokeWidth=1, point=bool(selected)).encode(
-        alt.X("step:Q", title=x, axis=WHOLE, scale=steps),
-        y,
-        alt.Color("kind:N", scale=alt.Scale(domain=kinds), **shared),
-        alt.StrokeDash("kind:N", scale=dashes, **shared),
-        alt.Detail("layer:N"),
-        tooltip=["layer:N", alt.Tooltip("step:Q", title=x), alt.Tooltip("value:Q", format=".4~g")],
+    chart = vega_lite(
+        "lines.json",
+        x=x,
+        y=y,
+        kinds=kinds,
+        dashes=DASHES,
+        legend=None if selected else legend(kinds),
+        ends=[min(ends), max(ends)],
+        selected=selected,
     )
-    return Drawing(title, chart.add_params(parameter), rows, note)
+    return Drawing(title, chart, rows, note)
 
 
-def legend(names: Iterable[str]) -> alt.Legend:
+def legend(names: Iterable[str]) -> dict[str, int]:
     """A legend with as many names in a row as fit on a phone."""
     longest = max(map(len, names))
-    return alt.Legend(columns=max(1, LEGEND_PIXELS // (30 + 6 * longest)))
+    return {"columns": max(1, LEGEND_PIXELS // (30 + 6 * longest))}
 
 
-def logarithmic(title: str) -> alt.Y:
+def axis(title: str, **scale: Any) -> dict[str, Any]:
+    """An upward axis for the values of `lines`."""
+    return {"field": "value", "type": "quantitative", "title": title, "scale": scale}
+
+
+def logarithmic(title: str) -> dict[str, Any]:
     """An upward axis. With four ticks, each is labelled where less than a decade is shown."""
-    scale = alt.Scale(type="log", nice=False)
-    return alt.Y("value:Q", title=title, scale=scale, axis=alt.Axis(tickCount=4))
+    return axis(title, type="log", nice=False) | {"axis": {"tickCount": 4}}
 
 
 def sized_perplexities(content: Content) -> dict[str, list[dict[str, Any]]]:
@@ -212,25 +205,14 @@ def sized_perplexities(content: Content) -> dict[str, list[dict[str, Any]]]:
 
 def frontier(text: str, points: list[dict[str, Any]]) -> Drawing:
     """Draw the perplexity on a text against the bytes of the weights."""
-    names = [point["model"] for point in points]
-    shared: dict[str, Any] = {
-        "title": None,
-        "scale": alt.Scale(domain=names),
-        "legend": legend(names),
-    }
+    models = [point["model"] for point in points]
     perplexities = [point["perplexity"] for point in points]
     least = min(perplexities)
-    ends = [least, max(*perplexities, LEAST_RISE * least)]
-    rising = alt.Scale(type="log", nice=False, padding=15, domain=ends)
-    y = alt.Y("perplexity:Q", title="perplexity", scale=rising, axis=alt.Axis(tickCount=4))
-    megabytes = alt.Axis(labelExpr="format(datum.value / 1e6, '~g')")
-    from_zero = alt.Scale(domain=[0, 1.1 * max(point["bytes"] for point in points)])
-    chart = alt.Chart(ROWS, width=560, height=280).mark_point(size=120, filled=True, opacity=1)
-    chart = chart.encode(
-        alt.X("bytes:Q", title="all weights, MB", axis=megabytes, scale=from_zero),
-        y,
-        alt.Color("model:N", **shared),
-        alt.Shape("model:N", **shared),
-        tooltip=["model:N", alt.Tooltip("bytes:Q", format=","), "perplexity:Q"],
+    chart = vega_lite(
+        "frontier.json",
+        largest=1.1 * max(point["bytes"] for point in points),
+        ends=[least, max(*perplexities, LEAST_RISE * least)],
+        legend=legend(models),
+        models=models,
     )
     return Drawing(f"Perplexity on {text} against size", chart, points, FRONTIER_NOTE)

@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import altair as alt
 import vl_convert
+from jinja2 import StrictUndefined, Template
 
 from hasslefree.errors import MemoryShortError
 from hasslefree.escaping import escaped, escaped_within
 
 ASSETS = Path(__file__).parent / "assets"
-ROWS = alt.NamedData("rows")
 
 INK = "var(--ink)"
 SOFT = "var(--soft)"
@@ -58,7 +57,7 @@ class Drawing:
     """
 
     title: str
-    chart: alt.Chart | alt.LayerChart | alt.FacetChart
+    chart: dict[str, Any]
     rows: list[dict[str, Any]]
     note: str = ""
 
@@ -79,10 +78,14 @@ class Drawing:
         return with_repeatable_ids(_vega_svg(json.dumps(coloured)))
 
     def _definition(self) -> dict[str, Any]:
-        content = self.chart.to_dict()
-        content["config"] = {}
-        content["description"] = self.title
-        return escaped_within(content)
+        return escaped_within(self.chart | {"description": self.title})
+
+
+def vega_lite(template: str, **values: Any) -> dict[str, Any]:
+    """Vega-Lite from a template in `assets`, whose gaps get these values."""
+    text = (ASSETS / template).read_text(encoding="utf-8")
+    content: dict[str, Any] = json.loads(Template(text, undefined=StrictUndefined).render(values))
+    return content
 
 
 def in_light_colours(text: str) -> str:

@@ -5,11 +5,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import altair as alt
-
 from hasslefree.checkpoint.record import Record
 from hasslefree.report.content import OUTSIDE, places
-from hasslefree.report.drawing import HUES, ROWS, Drawing
+from hasslefree.report.drawing import HUES, Drawing, vega_lite
 from hasslefree.units import significant
 
 
@@ -105,42 +103,24 @@ def layer_map(
     positive = [value for value in [*others, *shown] if value > 0] or [1.0]
     least = min(positive)
     most = max(positive)
-    scale = alt.Scale(scheme="viridis", domain=[0, most])
+    scale: dict[str, Any] = {"scheme": "viridis", "domain": [0, most]}
     if form.logarithmic:
         ends = [least, max(most, 1.01 * least)]  # a scale needs a range
-        scale = alt.Scale(scheme="viridis", type="log", domain=ends, clamp=True)
+        scale |= {"type": "log", "domain": ends, "clamp": True}
     label = "format(datum.value, '.2~r')"
     if form.percent:
         label = "format(100 * datum.value, '.2~r') + ' %'"
-    legend = alt.Legend(
-        title=form.figure,
-        labelExpr=label,
-        gradientLength=200,
-        tickCount=4,
-        labelSeparation=8,
-    )
-    outside = alt.Axis(labelExpr=f"datum.value == {OUTSIDE} ? '–' : datum.label")
-    axis = alt.Axis(orient="top", labelAngle=-35, labelLimit=110)
-    data = alt.Chart(ROWS).transform_calculate(shown=f"max(datum.value, {least})")
-    data = data.encode(
-        alt.X("kind:N", sort=None, title=None, axis=axis),
-        alt.Y("block:O", axis=outside),
-        tooltip=["layer:N", alt.Tooltip("text:N", title=form.figure)],
-    )
-    colours = data.mark_rect(cursor="pointer").encode(
-        alt.Color("shown:Q", scale=scale, legend=legend)
-    )
-    # Black and white text have a contrast of 4.5 or more on this side of the limit.
-    dark = "luminance(scale('color', datum.shown)) < 0.18"
-    numbers = data.mark_text(fontSize=10, cursor="pointer").encode(
-        alt.Text("text:N"),
-        color=alt.condition(dark, alt.value("#fff"), alt.value("#000")),
-    )
-    parameter = alt.param(name="layer", value=selected)
-    frame = data.mark_rect(fill=None, stroke=HUES[1], strokeWidth=3)
-    frame = frame.transform_filter(alt.datum.layer == parameter)
     blocks = {row["block"] for row in rows}
-    chart = alt.layer(colours, numbers, frame).properties(
-        width=alt.Step(44), height=22 * len(blocks)
+    # Black and white numbers have a contrast of 4.5 or more on each side of the limit of luminance.
+    chart = vega_lite(
+        "map.json",
+        height=22 * len(blocks),
+        figure=form.figure,
+        frame=HUES[1],
+        label=label,
+        least=least,
+        outside=OUTSIDE,
+        scale=scale,
+        selected=selected,
     )
-    return Drawing(form.title, chart.add_params(parameter), rows)
+    return Drawing(form.title, chart, rows)
