@@ -20,9 +20,10 @@ from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import ModelError, OutputError
 from hasslefree.exports.codes import Coded
 from hasslefree.exports.gguf import blocks_of
+from hasslefree.exports.quantised import kernels_in_vllm
 from hasslefree.exports.template import find_vector, nearest_rows, read_template, row_order
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
-from hasslefree.recipe.engines import K_TYPES
+from hasslefree.recipe.engines import K_TYPES, fused_name, vllm_kernels
 from tests.tiny_models import build, in_one_file, segments
 
 # The engines' tensors are asked for by a row of these sizes: a multiple of 32, and of no other group.
@@ -279,22 +280,33 @@ def test_mlx_holds_s(bits, kind, tmp_path):
 
 
 def codes_in_int32(words, bits, count):
-    """compressed_tensors' unpack_from_int32, along the last axis, without its shift to signed numbers."""
-    fields = [(words >> bits * place) & (2**bits - 1) for place in range(32 // bits)]
-    return np.stack(fields, -1).reshape(len(words), -1)[:, :count]
+    """compressed_tensors' unpack_from_int32 since 0.18, along the last axis, without its shift to signed numbers."""
+    every_bit = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=1, bitorder="little")
+    places = every_bit[:, : count * bits].reshape(len(words), count, bits)
+    return (places * 2 ** np.arange(bits)).sum(-1)
 
 
 @pytest.mark.parametrize(
-    ("bits", "symmetric", "group"), [(4, False, 32), (4, True, 0), (8, True, 32), (8, False, 0), (4, False, 0)]
+    ("bits", "symmetric", "group"),
+    [
+        (4, False, 32),
+        (4, True, 0),
+        (8, True, 32),
+        (8, False, 0),
+        (2, True, 0),
+        (3, False, 32),
+        (5, True, 32),
+        (6, False, 0),
+    ],
 )
 def test_compressed_tensors_holds_s(bits, symmetric, group, tmp_path):
-    fields = {"bits": bits, "symmetric": symmetric, "group_size": group, "offset": False, "leave_dense": ("*.k_proj",)}
+    fields = {"bits": bits, "symmetric": symmetric, "group_size": group, "offset": False, "leave_dense": ("*.o_proj",)}
     compressed(tmp_path / "packed", **fields)
     hasslefree.export(tmp_path / "packed", tmp_path / "out", "compressed-tensors")
     base = load_file(tmp_path / "out" / "base" / "model.safetensors")
     config = json.loads((tmp_path / "out" / "base" / "config.json").read_text())["quantization_config"]
     assert (config["quant_method"], config["format"]) == ("compressed-tensors", "pack-quantized")
-    assert sorted(config["ignore"]) == ["lm_head", *(f"model.layers.{i}.self_attn.k_proj" for i in (0, 1))]
+    assert sorted(config["ignore"]) == ["lm_head", *(f"model.layers.{i}.self_attn.o_proj" for i in (0, 1))]
     [scheme] = config["config_groups"].values()
     assert scheme["targets"] == ["Linear"]
     form = [scheme["weights"].get(key) for key in ("num_bits", "symmetric", "strategy", "group_size")]
@@ -316,6 +328,40 @@ def test_compressed_tensors_holds_s(bits, symmetric, group, tmp_path):
         assert np.array_equal(values.astype(np.float32), layer.unpacked().detach().numpy()), name
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["r"] == 2
     assert len(load_file(tmp_path / "out" / "adapter_model.safetensors")) == 2 * 2 * 6
+
+
+def test_what_vllm_fuses_shares_a_grid_within_a_size(tmp_path):
+    """Every member of a layer of vLLM has its grid, others have theirs; the export lists them all."""
+    compressed(tmp_path / "packed", engine="vllm", size="5.1bits", rank=0, group_size=None, scale_bits=None)
+    specs = {layer.name: layer.spec for layer in read_record(tmp_path / "packed").layers}
+    grids = {}
+    for name, spec in specs.items():
+        grids.setdefault(fused_name(name), set()).add(spec.grid)
+    assert len(grids) == 2 * 4
+    assert all(len(each) == 1 for each in grids.values())
+    assert len(set.union(*grids.values())) > 1
+    hasslefree.export(tmp_path / "packed", tmp_path / "out", "compressed-tensors")
+    config = json.loads((tmp_path / "out" / "base" / "config.json").read_text())["quantization_config"]
+    bits = {}
+    for group in config["config_groups"].values():
+        bits |= dict.fromkeys(group["targets"], group["weights"]["num_bits"])
+    assert bits == {name: spec.grid.bits for name, spec in specs.items()}
+    for line in kernels_in_vllm(tmp_path / "out" / "base").splitlines():
+        width, kernels = int(line.split()[0]), line.partition(": ")[2]
+        assert kernels == vllm_kernels(width, False)
+        bits = {name: found for name, found in bits.items() if found != width}
+    assert not bits
+
+
+def test_what_vllm_fuses_is_refused_if_it_differs(tmp_path):
+    with pytest.raises(ModelError, match=r"layers.0.self_attn.q_proj \(excluded by the user\), .*none") as refused:
+        compressed(tmp_path / "never", engine="vllm", leave_dense=("*.q_proj",), scale_bits=None)
+    assert "layers.0.self_attn.v_proj (quantised)" in str(refused.value)
+    compressed(tmp_path / "packed", bits=4, offset=False, leave_dense=("*.up_proj",))
+    message = r"mlp.up_proj \(dense\), .*mlp.gate_proj \(int4 .*\): compress again .*engine='vllm'; or export"
+    with pytest.raises(ModelError, match=message):
+        hasslefree.export(tmp_path / "packed", tmp_path / "out", "compressed-tensors")
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_a_format_cannot_hold_is_refused_before_anything_is_written(work, tmp_path):

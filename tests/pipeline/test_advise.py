@@ -9,7 +9,7 @@ import torch
 import hasslefree
 from hasslefree import Gram, Grid, Recipe
 from hasslefree.allocate.allocation import LayerChoice
-from hasslefree.allocate.options import grid_options
+from hasslefree.allocate.options import grid_options, joined
 from hasslefree.allocate.sensitivity import ProbedLayer, probe_method
 from hasslefree.core.patterns import SemiStructured, Unstructured
 from hasslefree.distributed import ALONE
@@ -137,7 +137,8 @@ def test_what_bits_and_ranks_lose():
     by_output = (x.double() @ change.T) * gradients
     rate = float(by_output.square().sum(1).mean() / 2 / errors[grid].sum())
     assert sensitivity == pytest.approx(rate * float(errors[dataclasses.replace(grid, bits=2)].sum()), rel=1e-3)
-    choice = LayerChoice(options, sensitivity)
+    choice = joined({"layer": LayerChoice(options, sensitivity, "layer")})["layer"]
+    options = choice.options
     for each, values in errors.items():
         for rank in (0, 8, 16):
             share = 1 - float(errors[grid][:rank].sum() / errors[grid].sum())

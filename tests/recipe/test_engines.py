@@ -10,7 +10,18 @@ import torch
 from hasslefree.core.grids import BITS, Grid
 from hasslefree.errors import GridError
 from hasslefree.packed.spec import LayerSpec
-from hasslefree.recipe.engines import ENGINES, K_TYPES, block_of, grid_for, kind_of, refusal, type_like, types_for
+from hasslefree.recipe.engines import (
+    ENGINES,
+    K_TYPES,
+    block_of,
+    fused_name,
+    grid_for,
+    kind_of,
+    refusal,
+    type_like,
+    types_for,
+    vllm_kernels,
+)
 
 SERVE = Path(__file__).parents[2] / "docs" / "howto" / "serve.md"
 KINDS = {"symmetric": {"symmetric": True}, "offset": {"offset": True}, "whole zero": {}}
@@ -60,11 +71,11 @@ def test_types_follow_the_length_of_rows():
     assert not ENGINES["mlx"].holds(K_TYPES["Q4_K"])
 
 
-# What the formats' own documentation says: MLX's quantize, compressed-tensors' pack-quantized with vLLM's kernels for
-# 4 and 8 bits, torch's _weight_int4pack_mm with one or two nibbles for a code.
+# What the formats' own documentation says: MLX's quantize, WNA16_SUPPORTED_TYPES_MAP and WNA16_ZP_SUPPORTED_TYPES_MAP
+# of vLLM 0.33 for compressed-tensors' pack-quantized, torch's _weight_int4pack_mm with one or two nibbles for a code.
 HELD = {
     "mlx": {("symmetric", bits) for bits in BITS} | {("offset", bits) for bits in BITS},
-    "vllm": {(kind, bits) for kind in ("symmetric", "whole zero") for bits in (4, 8)},
+    "vllm": {(kind, bits) for kind in ("symmetric", "whole zero") for bits in BITS},
     "transformers": {(kind, bits) for kind in KINDS for bits in BITS},
     "llama.cpp": {(kind_of(grid), grid.bits) for grid in GRIDS if block_of(grid)},
 }
@@ -118,6 +129,34 @@ def test_groups_that_an_engine_lacks_are_repeated(name):
     for group, width in ((32, 96), (64, 192), (96, 192), (None, 576), (128, 256), (256, 512)):
         expected = max(size for size in ENGINES[name].groups if (group or width) % size == 0)
         assert ENGINES[name].group_for(Grid(4, group), width) == expected
+
+
+def test_layers_that_vllm_fuses_have_one_name():
+    """Oracle: packed_modules_mapping of Llama, Qwen3.5, LFM2 and DeepSeek in vLLM 0.33."""
+    for fused, parts in {
+        "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "mlp.shared_expert.gate_up_proj": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+        "linear_attn.in_proj_qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+        "feed_forward.w13": ("feed_forward.w1", "feed_forward.w3"),
+        "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    }.items():
+        assert {fused_name(part) for part in parts} == {fused}
+    for alone in ("self_attn.o_proj", "mlp.down_proj", "feed_forward.w2", "self_attn.qkv_proj", "q_b_proj"):
+        assert fused_name(alone) == alone
+
+
+def test_the_kernels_of_vllm():
+    """Oracle: the quantities that `can_implement` of each kernel accepts in vLLM 0.33, in the order of its choice."""
+    signed, zeros = "symmetric", "whole zero"
+    machete = {(4, signed), (8, signed), (4, zeros), (8, zeros)}  # Hopper
+    marlin = {(4, signed), (8, signed), (4, zeros)}
+    cpu = {(4, signed), (4, zeros)}
+    for bits, kind in itertools.product(BITS, (signed, zeros)):
+        found = vllm_kernels(bits, kind == signed)
+        assert ("Machete" in found) == ((bits, kind) in machete)
+        assert ("Marlin" in found) == ((bits, kind) in marlin)
+        assert ("Humming" in found) == ((bits, kind) not in marlin)
+        assert ("on a CPU" in found) == ((bits, kind) in cpu) != ("on a GPU only" in found)
 
 
 def test_the_table_of_the_documentation_is_that_of_the_code():

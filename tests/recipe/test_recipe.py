@@ -357,7 +357,10 @@ def test_an_engine_chooses_a_grid_that_it_holds(engine):
             "mlx stores every entry of S, so that pattern 2:4",
         ),
         ({"method": "gptq", "group_size": 48}, "mlx cannot hold .* groups of 48.*use group_size=64"),
-        ({"method": "gptq", "engine": "vllm", "bits": 3}, "vllm cannot hold .*llama.cpp can.*for vllm, use bits=4"),
+        (
+            {"method": "gptq", "engine": "vllm", "offset": True},
+            "vllm cannot hold .*mlx can.*for vllm, leave out offset=",
+        ),
         ({"method": "gptq", "engine": "ollama"}, "engine must be"),
     ],
 )

@@ -7,7 +7,13 @@ from torch import Tensor
 
 from hasslefree.allocate.ends import EndProbe
 from hasslefree.allocate.ladders import Ladder, greedy_allocate
-from hasslefree.allocate.options import LayerChoice, Options, budget_options, grid_options
+from hasslefree.allocate.options import (
+    LayerChoice,
+    Options,
+    budget_options,
+    grid_options,
+    joined,
+)
 from hasslefree.allocate.sensitivity import ProbedLayer, sensitivities
 from hasslefree.distributed import World
 from hasslefree.models.walk import Walk
@@ -100,11 +106,12 @@ def by_sensitivity(
     blocks: list[dict[str, LayerChoice]] = []
     by_name: dict[str, float] = {}
     for index, layers in enumerate(measured):
-        blocks.append({})
+        choices_of: dict[str, LayerChoice] = {}
         for name, (options, sensitivity) in layers.items():
-            blocks[index][name] = LayerChoice(options, sensitivity)
+            choices_of[name] = LayerChoice(options, sensitivity, resolved.unit(name))
             by_name[f"{walk.blocks.prefix(index)}.{name}"] = sensitivity
-    choices = Choices(blocks, ends.choices(resolved))
+        blocks.append(joined(choices_of))
+    choices = Choices(blocks, joined(ends.choices(resolved)))
     dealt = allocated(choices, room)
     return Allocation(dealt, by_name, inspection.output_weights, ends.look_ups, choices)
 
@@ -113,20 +120,22 @@ def allocated(choices: Choices, room: int) -> Plan:
     """The plan that loses least within a number of bytes."""
     ladders: dict[tuple[int, str, str], Ladder] = {}
     for index, matrices in enumerate(choices.parts):
-        for name, choice in matrices.items():
+        for choice in matrices.values():
             for axis, ladder in choice.options.ladders.items():
-                ladders[index, name, axis] = ladder.scaled(choice.sensitivity)
+                key = index, choice.unit, axis
+                steps = ladder.scaled(choice.sensitivity)
+                ladders[key] = ladders[key] + steps if key in ladders else steps
     bottom = plan_after(choices, dict.fromkeys(ladders, 0))
     least = bottom.size
     return plan_after(choices, greedy_allocate(ladders, room - least))
 
 
 def plan_after(choices: Choices, steps: Mapping[tuple[int, str, str], int]) -> Plan:
-    """The plan after a number of steps. steps: by part, matrix and ladder."""
+    """The plan after a number of steps. steps: by part, unit of matrices, and ladder."""
     parts: list[dict[str, LayerPlan]] = []
     for index, matrices in enumerate(choices.parts):
         parts.append({})
         for name, choice in matrices.items():
-            taken = {axis: steps[index, name, axis] for axis in choice.options.ladders}
+            taken = {axis: steps[index, choice.unit, axis] for axis in choice.options.ladders}
             parts[index][name] = choice.options.plan(taken)
     return Plan(parts[1:], parts[0])

@@ -193,7 +193,7 @@ class EndProbe:
             found = approximation(method, sample, gram, prepared, plan.kept, 0, 0)
             lost = share * gram.loss(sample - found.sparse)
             losses[plan.grid] = torch.tensor([lost], dtype=torch.float64)
-        return LayerChoice(GridOptions(plans, losses).best(), rate)
+        return LayerChoice(GridOptions(plans, losses), rate, end.name)
 
 
 def with_look_ups(gram: Gram, look_ups: float) -> Gram:

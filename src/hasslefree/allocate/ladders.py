@@ -40,6 +40,10 @@ class Ladder:
         """The same steps with `factor` times the gains."""
         return Ladder(self.gains * factor, self.cost)
 
+    def __add__(self, other: "Ladder") -> "Ladder":
+        """Steps that are taken together on two ladders of the same length."""
+        return Ladder(self.gains + other.gains, self.costs + other.costs)
+
 
 def greedy_allocate(ladders: Mapping[Key, Ladder], budget: int) -> dict[Key, int]:
     """Choose the number of steps on each ladder that gains most within a budget.

@@ -1,9 +1,9 @@
 """The plans that one layer may get, what each of them loses, and the ladders that lead to them."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,40 +29,8 @@ NONZERO_STEPS = 256
 ROWS = 256
 # The share of the error of the fewest bits up to which a grid has none.
 NO_ERROR = 1e-6
-
-
-class Options(Protocol):
-    """The plans that a layer may get.
-
-    Losses and gains are shares of the layer's sensitivity: of the divergence of predictions when
-    the layer is pruned alone, or rounded alone to the fewest bits, without L.
-    """
-
-    @property
-    def ladders(self) -> Mapping[str, Ladder]:
-        """The ladders by what their steps add."""
-
-    def plan(self, steps: Mapping[str, int]) -> LayerPlan:
-        """The plan after a number of steps on each ladder."""
-
-    def loss(self, plan: LayerPlan) -> float:
-        """The share of its sensitivity that the layer loses with a plan."""
-
-
-@dataclass(frozen=True)
-class LayerChoice:
-    """The options of a matrix, and what it loses at most.
-
-    Args:
-        sensitivity: in nats per token.
-    """
-
-    options: Options
-    sensitivity: float
-
-    def loss(self, plan: LayerPlan) -> float:
-        """What the matrix is estimated to lose with a plan, in nats per token."""
-        return self.sensitivity * self.options.loss(plan)
+# Plans of a matrix, each with what it loses, in nats per token.
+PricedPlans = list[tuple[LayerPlan, float]]
 
 
 @dataclass(frozen=True)
@@ -168,7 +136,7 @@ class GridOptions:
     """Bits and ranks.
 
     Args:
-        plans: by rising bytes, for the ladder.
+        plans: the steps of the ladder, once `joined` has chosen and ordered them.
         losses: by grid, the loss at each rank, (ranks,) float64.
     """
 
@@ -191,10 +159,93 @@ class GridOptions:
         assert plan.grid is not None
         return float(self.losses[plan.grid][plan.rank])
 
-    def best(self) -> "GridOptions":
-        """Those that are the best for some price of a byte."""
-        corners = hull([(plan.size, self.loss(plan)) for plan in self.plans])
-        return GridOptions([self.plans[index] for index in corners], self.losses)
+
+Options = BudgetOptions | GridOptions
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """The options of a matrix, and what it loses at most.
+
+    Args:
+        options: losses and gains are shares of the sensitivity.
+        sensitivity: the divergence of predictions, in nats per token, if the matrix alone is pruned
+            or rounded to the fewest bits, without L.
+        unit: matrices of a block with the same unit take their steps together (`joined`).
+    """
+
+    options: Options
+    sensitivity: float
+    unit: str
+
+    def loss(self, plan: LayerPlan) -> float:
+        """What the matrix is estimated to lose with a plan, in nats per token."""
+        return self.sensitivity * self.options.loss(plan)
+
+
+def joined(choices: Mapping[str, LayerChoice]) -> dict[str, LayerChoice]:
+    """Leave matrices on grids the plans that are the best for some price of a byte.
+
+    Those of one unit get the same grid, but may differ in rank: their losses and their bytes are
+    summed, and plan k of one goes with plan k of the others.
+    """
+    units: dict[str, dict[str, PricedPlans]] = {}
+    losses: dict[str, Mapping[Grid, Tensor]] = {}
+    for name, choice in choices.items():
+        options = choice.options
+        if isinstance(options, GridOptions):
+            losses[name] = options.losses
+            priced = [(plan, choice.loss(plan)) for plan in options.plans]
+            units.setdefault(choice.unit, {})[name] = priced
+    found = dict(choices)
+    for members in units.values():
+        for name, plans in best_combinations(members).items():
+            options = GridOptions(plans, losses[name])
+            found[name] = dataclasses.replace(choices[name], options=options)
+    return found
+
+
+def best_combinations(members: Mapping[str, PricedPlans]) -> dict[str, list[LayerPlan]]:
+    """The plans of each matrix of a unit in its best combinations, by rising bytes."""
+    combinations: list[PricedPlans] = []
+    points: list[tuple[int, float]] = []
+    [first, *_] = members.values()
+    for grid in dict.fromkeys(plan.grid for plan, _ in first):
+        for combination in _combinations_on(grid, members):
+            combinations.append(combination)
+            size = sum(plan.size for plan, _ in combination)
+            points.append((size, sum(loss for _, loss in combination)))
+    corners = hull(points)
+    found: dict[str, list[LayerPlan]] = {}
+    for position, name in enumerate(members):
+        found[name] = [combinations[corner][position][0] for corner in corners]
+    return found
+
+
+def _combinations_on(grid: Grid | None, members: Mapping[str, PricedPlans]) -> list[PricedPlans]:
+    """The best combinations of ranks on one grid, by rising bytes: one plan for each matrix; none
+    if a matrix has no plan on it.
+    """
+    ladders: list[PricedPlans] = []
+    steps: list[tuple[float, int]] = []
+    for position, plans in enumerate(members.values()):
+        able = [(plan, loss) for plan, loss in plans if plan.grid == grid]
+        corners = hull([(plan.size, loss) for plan, loss in able])
+        ladder = [able[corner] for corner in corners]
+        for (one, loss), (later, less) in itertools.pairwise(ladder):
+            steps.append(((loss - less) / (later.size - one.size), position))
+        ladders.append(ladder)
+    if not all(ladders):
+        return []
+    combination = [ladder[0] for ladder in ladders]
+    found = [combination]
+    # Gains per byte fall along each ladder, so that its steps come in order.
+    for _, position in sorted(steps, reverse=True):
+        combination = list(combination)
+        taken = ladders[position].index(combination[position])
+        combination[position] = ladders[position][taken + 1]
+        found.append(combination)
+    return found
 
 
 def grid_options(
@@ -235,7 +286,7 @@ def grid_options(
                 candidate = dataclasses.replace(plan, grid=grid, rank=rank, factor_bits=bits)
                 if candidate.size <= candidate.dense_size:
                     plans.append(candidate)
-    return GridOptions(plans, losses).best(), most * rate
+    return GridOptions(plans, losses), most * rate
 
 
 def _errors(layer: ProbedLayer, plan: LayerPlan, grids: Sequence[Grid]) -> dict[Grid, float]:

@@ -195,7 +195,11 @@ def call_compress(
 def next_commands(out: Path, recipe: Recipe, report: "Record") -> str:
     """The commands to type after a compression."""
     folder = shlex.quote(str(out))
-    targets = {"llama.cpp": "gguf FILE.gguf", "mlx": "mlx DEST"}
+    targets = {
+        "llama.cpp": "gguf FILE.gguf",
+        "mlx": "mlx DEST",
+        "vllm": "compressed-tensors DEST",
+    }
     target = targets.get(recipe.engine or "", "dense DEST")
     commands = [f"hasslefree chat {folder}", f"hasslefree report {folder}"]
     if not report.outside:  # vLLM serves no compressed embedding or head

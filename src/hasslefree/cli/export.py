@@ -45,6 +45,7 @@ def call_export(
     """Write a compressed model for programs without hasslefree."""
     from hasslefree.exports.export import export
     from hasslefree.exports.gguf import SUFFIX, Files
+    from hasslefree.exports.quantised import kernels_in_vllm
 
     if push_to is not None and destination.suffix == SUFFIX:
         raise OutputError(f"{option('push_to')} uploads a folder, and {destination} is a file")
@@ -66,6 +67,8 @@ def call_export(
         common.say(
             f"\nRun it in llama.cpp, or give it to Ollama:\n\n{Files.of(destination).commands}"
         )
+    if to == "compressed-tensors":
+        common.say(f"\nvLLM multiplies its layers by\n\n{kernels_in_vllm(destination / 'base')}")
     common.push(destination, push_to)
 
 

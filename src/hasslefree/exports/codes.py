@@ -4,14 +4,14 @@ zeros or offsets.
 
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hasslefree.core.grids import Grid
 from hasslefree.errors import ModelError, option
 from hasslefree.models.experts import experts_of
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
-from hasslefree.recipe.engines import ENGINES, GROUP, not_held
+from hasslefree.recipe.engines import ENGINES, GROUP, fused_apart, not_held
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ def check_layers(model: PreTrainedModel, engine: str) -> dict[str, Coded]:
     exactly.
     """
     held: dict[str, Coded] = {}
+    others = f"export with {option('to', 'dense')} or {option('to', 'peft')}"
     again = f"compress again with {option('method', 'joint-grid')} and {option('engine', engine)}"
     for name, layer in compressed_layers(model).items():
         grid = layer.spec.grid
@@ -67,8 +68,18 @@ def check_layers(model: PreTrainedModel, engine: str) -> dict[str, Coded]:
         else:
             reason = None
         if grid is None or reason:
-            others = f"export with {option('to', 'dense')} or {option('to', 'peft')}"
             raise ModelError(f"{engine} cannot hold layer {name}: {reason}; or {others}")
         group = grid.group if grid.block else ENGINES[engine].group_for(grid, width)
         held[name] = Coded(layer, grid, group or width)
+    if ENGINES[engine].fuses:
+        forms = dict.fromkeys(dense_linear(model), "dense")
+        forms |= {name: str(coded.grid) for name, coded in held.items()}
+        if apart := fused_apart(forms, {}):
+            raise ModelError(f"{apart}: {again}; or {others}")
     return held
+
+
+def dense_linear(model: PreTrainedModel) -> list[str]:
+    """The names of the linear layers that are not compressed, the head among them."""
+    # Compressed layers are no nn.Linear.
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hasslefree.errors import ModelError, option
-from hasslefree.exports.codes import check_layers
+from hasslefree.exports.codes import check_layers, dense_linear
 from hasslefree.exports.formats import (
     Factors,
     Target,
@@ -24,7 +24,9 @@ from hasslefree.exports.formats import (
     make_plain,
     write_peft,
 )
+from hasslefree.files import read_json
 from hasslefree.models.sites import find_sites
+from hasslefree.recipe.engines import vllm_kernels
 
 # The tensors of S by their names after that of the layer, such as "weight_packed".
 Packed = dict[str, dict[str, Tensor]]
@@ -62,18 +64,30 @@ def write_compressed_tensors(model: PreTrainedModel, target: Target) -> dict[str
             groups.append({"targets": [name], "weights": scheme})
     if len(groups) == 1:
         groups[0]["targets"] = ["Linear"]
-    # Compressed layers are no nn.Linear.
-    dense = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     config = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {f"group_{index}": group for index, group in enumerate(groups)},
-        "ignore": dense,
+        "ignore": dense_linear(model),
     }
     factors = factors_of(model)
     write_base(model, packed, target, {"quantization_config": config})
     return write_peft(model, factors, target) | {"base": target.base}
+
+
+def kernels_in_vllm(base: Path) -> str:
+    """Say, a line for each kind of grid, by which kernel and on which hardware vLLM multiplies the
+    layers of a model that `write_compressed_tensors` has written.
+    """
+    config = read_json(base / "config.json")["quantization_config"]
+    lines: dict[str, str] = {}
+    for group in config["config_groups"].values():
+        weights = group["weights"]
+        bits, symmetric = weights["num_bits"], weights["symmetric"]
+        kind = "symmetric" if symmetric else "whole zeros"
+        lines[f"{bits} bits, {kind}"] = vllm_kernels(bits, symmetric)
+    return "\n".join(f"    {form}: {kernels}" for form, kernels in sorted(lines.items()))
 
 
 def write_mlx(model: PreTrainedModel, target: Target) -> dict[str, Path]:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,7 @@ from hasslefree.models.ends import End
 from hasslefree.models.experts import experts_of
 from hasslefree.models.rules import Matrix, Selection, select_ends, select_sites
 from hasslefree.packed.spec import LayerSpec
-from hasslefree.recipe.engines import ENGINES, GROUP, type_like
+from hasslefree.recipe.engines import ENGINES, GROUP, fused_apart, type_like
 from hasslefree.recipe.resolve import Resolved
 from hasslefree.solve.methods import with_grid
 from hasslefree.units import Size
@@ -169,6 +169,8 @@ def select(blocks: Blocks, resolved: Resolved) -> Selection:
             automatic = f"or leave out {option('group_size')}: each layer then gets one that fits"
             raise GridError(f"{narrowest.message}; {automatic}", narrowest.fields)
         raise narrowest
+    if resolved.engine is not None and ENGINES[resolved.engine].fuses:
+        check_fused(blocks, sites, dense)
     ends: dict[str, End] = {}
     if resolved.end_grids:
         ends, dense_ends = select_ends(blocks, resolved.leave_dense)
@@ -216,6 +218,25 @@ def check_experts(blocks: Blocks, index: int, matrix: Matrix, engine: str | None
         f" {engine} with their codes: leave out {option('engine')} and export to dense, or keep"
         f" them dense with {option('leave_dense', '*.experts.*')}"
     )
+
+
+def check_fused(
+    blocks: Blocks,
+    sites: Sequence[Mapping[str, Matrix]],
+    dense: Mapping[str, str],
+) -> None:
+    """Raise a ModelError if only some of the layers that an engine multiplies as one stay dense.
+
+    Args:
+        sites: the layers to compress, by block.
+        dense: the reasons of the others, by full name.
+    """
+    forms = dict.fromkeys(dense, "dense")
+    for index, matrices in enumerate(sites):
+        for name in matrices:
+            forms[f"{blocks.prefix(index)}.{name}"] = "quantised"
+    if apart := fused_apart(forms, dense):
+        raise ModelError(f"{apart}; exclude all of them with {option('leave_dense')}, or none")
 
 
 def short_reason(error: HasslefreeError, matrix: Matrix | End, resolved: Resolved) -> str:

@@ -31,6 +31,17 @@ SIGNED = {4: "Q4_0", 5: "Q5_0", 8: "Q8_0"}
 WITH_MINIMUM = {4: "Q4_1", 5: "Q5_1"}
 # Every engine has groups of this many inputs.
 GROUP = 32
+# Layers that vLLM multiplies as one, which therefore need the same grid, as the entries
+# `packed_modules_mapping` of its models name them (vLLM 0.33).
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+    "w13": ("w1", "w3"),
+    "c_fc": ("c_fc_0", "c_fc_1"),
+}
 # The types of llama.cpp with blocks, by rising bytes. Those without a minimum have signed scales.
 BLOCK = 256
 K_TYPES = {
@@ -122,6 +133,7 @@ class Engine:
         multiples: scales may be multiples of a unit of their row.
         embeddings: the engine holds embeddings and heads in codes too.
         blocked: grids with blocks that the engine holds.
+        fuses: the engine multiplies the layers of `FUSED` as one.
     """
 
     bits: Mapping[str, tuple[int, ...]]
@@ -130,6 +142,7 @@ class Engine:
     multiples: bool = False
     embeddings: bool = True
     blocked: tuple[Grid, ...] = ()
+    fuses: bool = False
 
     def holds(self, grid: Grid) -> bool:
         """True if the engine holds the grid exactly. Rows must be a multiple of 32 inputs."""
@@ -165,8 +178,47 @@ ENGINES = {
         blocked=tuple(K_TYPES.values()),
     ),
     "mlx": Engine({OFFSET: BITS, SYMMETRIC: BITS}, (128, 64, 32)),
-    "vllm": Engine({WHOLE_ZERO: (4, 8), SYMMETRIC: (4, 8)}, (128, 64, 32), embeddings=False),
+    "vllm": Engine(
+        {WHOLE_ZERO: BITS, SYMMETRIC: BITS}, (128, 64, 32), embeddings=False, fuses=True
+    ),
 }
+
+
+def fused_name(name: str) -> str:
+    """The layer of vLLM of which a layer is a part; the name itself if vLLM multiplies it alone."""
+    parent, dot, leaf = name.rpartition(".")
+    for fused, parts in FUSED.items():
+        if leaf in parts:
+            return f"{parent}{dot}{fused}"
+    return name
+
+
+def fused_apart(forms: Mapping[str, str], reasons: Mapping[str, str]) -> str | None:
+    """The sentence that names layers that vLLM multiplies as one although they differ, or None.
+
+    Args:
+        forms: how each layer is stored, by name, such as "int4 in groups of 64" or "dense".
+        reasons: the reasons of some of them.
+    """
+    units: dict[str, list[str]] = {}
+    for name in forms:
+        units.setdefault(fused_name(name), []).append(name)
+    for names in units.values():
+        if len({forms[name] for name in names}) > 1:
+            parts = ", ".join(f"{name} ({reasons.get(name, forms[name])})" for name in names)
+            return f"vllm multiplies these layers as one, so that they need the same grid: {parts}"
+    return None
+
+
+def vllm_kernels(bits: int, symmetric: bool) -> str:
+    """The kernels of vLLM 0.32 and 0.33 that multiply layers on a grid, and their hardware."""
+    if bits == 4:
+        return "Marlin or Machete on a GPU, CPUWNA16 on a CPU"
+    if bits != 8:
+        return "Humming on a GPU only"
+    if symmetric:
+        return "Marlin or Machete on a GPU only"
+    return "Machete or Humming on a GPU only"
 
 
 def grid_for(

@@ -11,7 +11,7 @@ from hasslefree.core.grids import BITS, Grid, check_bits
 from hasslefree.core.protocols import Method
 from hasslefree.core.scales import SCALE_BITS
 from hasslefree.errors import HasslefreeError, Problem, RecipeError, option
-from hasslefree.recipe.engines import ENGINES, K_TYPES, WIDE_TYPES, grid_for, refusal
+from hasslefree.recipe.engines import ENGINES, K_TYPES, WIDE_TYPES, fused_name, grid_for, refusal
 from hasslefree.recipe.fields import NAMES, Allocate, Fields
 from hasslefree.solve.methods import METHODS, build_method, with_grid
 from hasslefree.solve.methods.prune import Prune
@@ -127,6 +127,14 @@ class Resolved(Fields):
             return tuple(grids)
         engine = ENGINES[self.engine]
         return tuple(grid for grid in grids if engine.embeddings and engine.holds(grid))
+
+    def unit(self, name: str) -> str:
+        """What layers have in common that must get the same grid: the name of the engine's layer of
+        which they are parts, or the layer's own name.
+        """
+        if self.engine is None or not ENGINES[self.engine].fuses:
+            return name
+        return fused_name(name)
 
     @property
     def fixed_rank(self) -> int | None:

@@ -1,8 +1,8 @@
 """x Sᵀ by vLLM's own kernels for codes in the pack-quantized layout of compressed-tensors, which is
 that of a folder.
 
-vLLM's scheme for this layout chooses the kernel, such as Marlin on a GPU, and brings the codes into
-its order.
+vLLM's scheme for this layout chooses the kernel, such as Marlin or Humming on a GPU, and brings the
+codes into its order.
 """
 
 from typing import Any
@@ -37,6 +37,7 @@ class VllmKernel(nn.Module):
         out, width = shape
         self.grid = grid
         self.bias = None  # the kernel for a CPU reads it
+        self.has_bias = False  # Humming's kernel reads it
         group = ENGINES["vllm"].group_for(grid, width) if grid.group else None
         strategy = "group" if group else "channel"
         self.scheme: Any = CompressedTensorsWNA16(strategy, grid.bits, group, grid.symmetric)
