@@ -3,7 +3,7 @@
     python benchmarks/elsewhere.py tokens NAME=FOLDER… --engines ENGINE=PYTHON… [--forms FORM…] [--template FILE]
         [--converter FOLDER] [--prompts N] [--new-tokens N]
     python benchmarks/elsewhere.py gguf NAME=FOLDER… --python PYTHON --converter FOLDER [--types BF16 Q8_0 Q4_K_M]
-    python benchmarks/elsewhere.py speed NAME=FOLDER… --template FILE --python PYTHON
+    python benchmarks/elsewhere.py speed NAME=FOLDER… --dense FOLDER --llama FOLDER --converter FOLDER
         [--type Q4_K_M] [--new-tokens N] [--turns N] [--threads N] [--seed N]
 
 tokens: FOLDER is what `hasslefree compress` wrote. PYTHON is the interpreter of an environment that holds the engine,
@@ -19,8 +19,9 @@ file. By default the exports are dense and, for llama.cpp, peft.
 gguf: what llama.cpp's own quantisations of a dense export cost. FOLDER is a compressed folder, or a plain model to
 compare with, and PYTHON has llama.cpp. The loss on chunks of the held-out text is compared with that of the first type.
 
-speed: tokens per second in llama.cpp of the export to gguf, with and without its adapter, against llama.cpp's own type
-of the --template, in turns within one run, in processor time. --seed chooses the prompt among chunks of the text.
+speed: tokens per second in llama.cpp of the export to gguf, which has one file, against llama.cpp's own type of the
+dense model, in turns within one run, in processor time. --seed chooses the prompt among chunks of the text. --llama is
+the folder of the library, as harness/llama.py describes it.
 
 --converter is the folder of llama.cpp that has convert_hf_to_gguf.py; the source distribution of llama-cpp-python has
 it under vendor/llama.cpp.
@@ -170,26 +171,27 @@ def gguf_rows(name: str, folder: str, args: argparse.Namespace) -> Iterator[dict
 
 
 def speed_rows(name: str, folder: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Each file of llama.cpp: tokens per second, and their median ratio to those of the rival."""
+    """Our file and llama.cpp's own: tokens per second, and their median ratio to those of the rival."""
+    from harness.gguf_speed import seconds_by_file  # needs llama-cpp-py-sync
+    from harness.llama import LlamaCpp
+
     prompt = random.Random(args.seed).choice(chunks(Path(folder), 16, PROMPT_TOKENS))
-    request = {"type": args.type, "prompt": prompt, "count": args.new_tokens, "turns": args.turns,
-               "threads": args.threads}  # fmt: skip
     with tempfile.TemporaryDirectory() as temporary:
-        export = Path(temporary) / "export"
-        hasslefree.export(folder, export, "gguf", template=args.template)
-        answer = answer_of(args.python, "gguf_speed.py", [str(export), str(args.template.resolve())], request)
-    if "error" in answer:
-        raise SystemExit(f"{name}: {answer['error']}")
-    rival = answer["files"][args.type]["seconds"]
+        program = LlamaCpp(args.llama, args.converter, Path(temporary))
+        ours = Path(temporary) / "ours.gguf"
+        hasslefree.export(folder, ours, "gguf", converter=args.converter)
+        files = {"hasslefree": ours, args.type: program.quantised(args.dense, args.type, {})}
+        found = seconds_by_file(program, files, prompt, args.new_tokens, args.turns, args.threads)
+        sizes = {file: path.stat().st_size for file, path in files.items()}
     shared = {"machine": machine() | {"threads": args.threads}, "date": datetime.date.today().isoformat()}
-    shared |= {"versions": answer["versions"], "seed": args.seed, "new_tokens": args.new_tokens, "turns": args.turns}
-    for file, found in answer["files"].items():
-        seconds = found.pop("seconds")
+    shared |= {"seed": args.seed, "new_tokens": args.new_tokens, "turns": args.turns}
+    rival = found[args.type]
+    for file, seconds in found.items():
         yield {
             "model": name,
             "file": file,
             "rival": args.type,
-            **found,
+            "bytes": sizes[file],
             "tokens_per_second": args.new_tokens / statistics.median(seconds),
             "over_rival": statistics.median(other / own for own, other in zip(seconds, rival, strict=True)),
             **shared,
@@ -207,8 +209,8 @@ def main() -> None:
     tokens, gguf, speed = (commands.add_parser(name) for name in ("tokens", "gguf", "speed"))
     for each in (tokens, gguf, speed):
         each.add_argument("models", nargs="+", type=named, metavar="NAME=FOLDER")
-    for each in (tokens, gguf):
-        each.add_argument("--converter", required=each is gguf, help="the folder of llama.cpp's scripts")
+    for each in (tokens, gguf, speed):
+        each.add_argument("--converter", required=each is not tokens, help="the folder of llama.cpp's scripts")
     tokens.set_defaults(rows=token_rows, key=("model", "engine", "form"), field="rows")
     tokens.add_argument("--engines", nargs="+", type=named, required=True, metavar="ENGINE=PYTHON")
     tokens.add_argument("--forms", nargs="+", choices=FORMS, default=["dense", "peft"])
@@ -216,14 +218,14 @@ def main() -> None:
     tokens.add_argument("--prompts", type=int, default=4)
     tokens.add_argument("--new-tokens", type=int, default=32)
     tokens.add_argument("--output", type=Path, default=RESULTS / "elsewhere.json")
-    for each in (gguf, speed):
-        each.add_argument("--python", required=True, help="the interpreter of an environment with llama.cpp")
+    gguf.add_argument("--python", required=True, help="the interpreter of an environment with llama.cpp")
     gguf.set_defaults(rows=gguf_rows, key=("model", "type"), field="rows")
     gguf.add_argument("--types", nargs="+", default=["BF16", "Q8_0", "Q4_K_M"])
     gguf.add_argument("--texts", type=int, default=16, help=f"chunks of {TEXT_TOKENS} tokens")
     gguf.add_argument("--output", type=Path, default=RESULTS / "gguf.json")
     speed.set_defaults(rows=speed_rows, key=("model", "file"), field="speed")
-    speed.add_argument("--template", type=Path, required=True, metavar="FILE", help="the dense model in bfloat16")
+    speed.add_argument("--dense", required=True, metavar="FOLDER", help="the dense model")
+    speed.add_argument("--llama", type=Path, required=True, metavar="FOLDER", help="of llama.cpp's library")
     speed.add_argument("--type", default="Q4_K_M")
     speed.add_argument("--new-tokens", type=int, default=64, help="of each turn")
     speed.add_argument("--turns", type=int, default=10)

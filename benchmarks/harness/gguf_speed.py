@@ -1,69 +1,80 @@
-"""Tokens per second of GGUF files in llama.cpp, in turns, in an environment that need not hold hasslefree.
-
-    PYTHON benchmarks/harness/gguf_speed.py EXPORT DENSE WORK < REQUEST > ANSWER
-
-EXPORT has model.gguf and, with a rank, adapter.gguf; DENSE is a GGUF file in bfloat16, of which llama.cpp makes its own
-`type`. REQUEST is {"type": name, "prompt": [token id, …], "count": tokens of a turn, "turns": …, "threads": …}, and
-ANSWER {"versions": {package: version}, "files": {name: {"bytes": …, "seconds": [of each turn]}}}.
-
-Each turn evaluates the prompt, which does not count, and then `count` tokens, the likeliest ones. The seconds are those
-of the processor, summed over the threads. The order of the files is reversed from turn to turn.
-"""
+"""Tokens per second of GGUF files in llama.cpp's library, in turns. llama-cpp-py-sync declares it for cffi."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
-import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
-import numpy
-from engines import without_repacking
-from gguf_types import quantised
+from llama_cpp_py_sync._cffi_bindings import get_ffi
+
+from harness.llama import LlamaCpp
 
 
-def opened(file: Path, adapter: Path | None, request: dict[str, Any]) -> llama_cpp.Llama:
-    threads = {"n_threads": request["threads"], "n_threads_batch": request["threads"]}
-    length = len(request["prompt"]) + request["count"] + 1
-    return llama_cpp.Llama(str(file), lora_path=adapter and str(adapter), n_ctx=length, verbose=False, **threads)
+@dataclass(frozen=True)
+class Library:
+    """llama.cpp's library as cffi has it."""
+
+    ffi: Any
+    functions: Any
+
+    @classmethod
+    def of(cls, program: LlamaCpp) -> Library:
+        program.opened()
+        ffi = get_ffi()
+        return cls(ffi, ffi.dlopen(str(next(program.folder.glob("libllama.v*.so")))))
+
+    def context(self, file: Path, length: int, threads: int) -> Any:
+        """A file, ready to evaluate `length` tokens."""
+        functions = self.functions
+        model = functions.llama_model_load_from_file(str(file).encode(), functions.llama_model_default_params())
+        if model == self.ffi.NULL:
+            raise SystemExit(f"llama.cpp cannot load {file}")
+        settings = functions.llama_context_default_params()
+        settings.n_ctx, settings.n_threads, settings.n_threads_batch = length, threads, threads
+        return functions.llama_init_from_model(model, settings)
+
+    def evaluate(self, context: Any, tokens: list[int]) -> int:
+        """Evaluate tokens. Returns the likeliest next one."""
+        functions = self.functions
+        held = self.ffi.new("llama_token[]", tokens)  # the batch only points to them
+        if functions.llama_decode(context, functions.llama_batch_get_one(held, len(tokens))):
+            raise SystemExit("llama.cpp cannot evaluate these tokens")
+        count = functions.llama_vocab_n_tokens(functions.llama_model_get_vocab(functions.llama_get_model(context)))
+        logits = list(functions.llama_get_logits_ith(context, -1)[0:count])
+        return max(range(count), key=logits.__getitem__)
+
+    def seconds(self, context: Any, prompt: list[int], count: int) -> float:
+        """Of `count` tokens after a prompt, which does not count, in processor time; the choice of the likeliest token
+        does not count either.
+        """
+        self.functions.llama_memory_clear(self.functions.llama_get_memory(context), True)
+        token = self.evaluate(context, prompt)
+        total = 0.0
+        for _ in range(count):
+            held = self.ffi.new("llama_token[]", [token])
+            batch = self.functions.llama_batch_get_one(held, 1)
+            start = time.process_time()
+            failed = self.functions.llama_decode(context, batch)
+            total += time.process_time() - start
+            if failed:
+                raise SystemExit("llama.cpp cannot evaluate a token")
+        return total
 
 
-def seconds(model: llama_cpp.Llama, request: dict[str, Any]) -> float:
-    """Of one turn."""
-    model.reset()
-    model.eval(request["prompt"])
-    start = time.process_time()
-    for _ in range(request["count"]):
-        logits = numpy.ctypeslib.as_array(model._ctx.get_logits_ith(-1), (model.n_vocab(),))
-        model.eval([int(logits.argmax())])
-    return time.process_time() - start
-
-
-def main() -> None:
-    # llama.cpp 0.3.36 of llama-cpp-python fails with Q4_1 and with Q4_K_M where it repacks weights for AMX.
-    module = llama_cpp.llama_cpp
-    module.llama_model_default_params = without_repacking(module.llama_model_default_params)
-    export, dense, work, request = *map(Path, sys.argv[1:4]), json.load(sys.stdin)
-    base, adapter, kind = export / "model.gguf", export / "adapter.gguf", request["type"]
-    own = quantised(dense, work / f"{kind}.gguf", kind)
-    files: dict[str, tuple[Path, Path | None]] = {"base": (base, None), kind: (own, None)}
-    if adapter.exists():
-        files = {"base + adapter": (base, adapter), **files}
-    models = {name: opened(*each, request) for name, each in files.items()}
-    found: dict[str, list[float]] = {name: [] for name in models}
-    for model in models.values():  # once, to fill the caches
-        seconds(model, request | {"count": 2})
-    for turn in range(request["turns"]):
-        for name in list(models)[:: -1 if turn % 2 else 1]:
-            found[name].append(seconds(models[name], request))
-    sizes = {name: sum(file.stat().st_size for file in each if file) for name, each in files.items()}
-    answer = {name: {"bytes": sizes[name], "seconds": found[name]} for name in files}
-    versions = {name: importlib.metadata.version(name) for name in ("llama-cpp-python", "gguf")}
-    print(json.dumps({"versions": versions, "files": answer}))
-
-
-if __name__ == "__main__":
-    main()
+def seconds_by_file(
+    program: LlamaCpp, files: dict[str, Path], prompt: list[int], count: int, turns: int, threads: int
+) -> dict[str, list[float]]:
+    """The seconds of each turn. Every turn evaluates the same token `count` times; the order of the files is reversed
+    from turn to turn.
+    """
+    library = Library.of(program)
+    contexts = {name: library.context(file, len(prompt) + count + 1, threads) for name, file in files.items()}
+    for context in contexts.values():  # once, to fill the caches
+        library.seconds(context, prompt, 2)
+    found: dict[str, list[float]] = {name: [] for name in files}
+    for turn in range(turns):
+        for name in list(contexts)[:: -1 if turn % 2 else 1]:
+            found[name].append(library.seconds(contexts[name], prompt, count))
+    return found
