@@ -40,7 +40,7 @@ from harness.models import Measurement
 from harness.record import RESULTS, machine, resumed
 from hasslefree.allocate.allocation import Allocation
 from hasslefree.pipeline.job import Job
-from hasslefree.pipeline.text import draw
+from hasslefree.pipeline.text import draw, read_texts
 
 PARTS = ("Grams", "budgets", "training")
 # The name of a row → whether each part reads the mixture.
@@ -75,8 +75,9 @@ class Texts:
 
         def training(job: Job) -> Tensor | None:
             resolved = dataclasses.replace(job.resolved, calibration=self.training)
+            read = read_texts(model, tokenizer, measurement.recipe(calibration=self.training), job.device)
             found: Tensor | None = matching_text(
-                dataclasses.replace(job, own_segments=False, resolved=resolved, tokenizer=tokenizer)
+                dataclasses.replace(job, resolved=resolved, tokenizer=tokenizer, texts=read)
             )
             return found
 
