@@ -58,6 +58,37 @@ def prescribed_dtype(plan: Mapping[str, torch.dtype], name: str) -> torch.dtype 
     return None
 
 
+def missing_tensors(module: nn.Module) -> dict[str, torch.Size]:
+    """The shapes of a module's own tensors that are not in memory, as its checkpoint names them."""
+    shapes = {}
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.is_meta:
+            shapes[name] = parameter.shape
+    if isinstance(module, SplitExperts):
+        shapes |= module.sources
+    return shapes
+
+
+def sources_of(
+    module: nn.Module, stored: Any, dtype_plan: Mapping[str, torch.dtype]
+) -> dict[str, Source]:
+    """The tensors of a module that the files hold under its own name.
+
+    Args:
+        stored: accelerate's map of weights for the module.
+        dtype_plan: as for `prescribed_dtype`.
+    """
+    sources = {}
+    for name in missing_tensors(module):
+        full_name = f"{stored.prefix}{name}"
+        entry = stored.dataset.index.get(full_name)
+        if entry is not None:
+            dtype = prescribed_dtype(dtype_plan, full_name) or getattr(torch, entry["dtype"])
+            file = Path(entry["safetensors_file"])
+            sources[name] = Source(full_name, file, entry["weight_name"], dtype)
+    return sources
+
+
 class Prefetcher:
     """Reads tensors in a thread before they are needed. device: where they will be."""
 
@@ -112,39 +143,39 @@ class Weights:
         self.device = device
         self.prefetch = prefetch
         self._prefetcher = Prefetcher(device)
+        # The tensors of each module in files, by name. Weak: a layer that was replaced takes its
+        # weight along.
+        self._sources: WeakKeyDictionary[nn.Module, dict[str, Source]] = WeakKeyDictionary()
         # accelerate takes no account of these dtypes for tensors on the disk.
-        self._dtype_plan = model._get_dtype_plan(model.dtype)
-        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-        # Weak: a layer that was replaced takes its weight along.
-        self._stored: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-        for path, module in model.named_modules():
+        dtype_plan = model._get_dtype_plan(model.dtype)
+        for module in model.modules():
             # accelerate keeps the file of each parameter in a hook.
             holder = module.fused if isinstance(module, SplitExperts) else module
             stored = getattr(getattr(holder, "_hf_hook", None), "weights_map", None)
             if stored is not None:
-                self._stored[module] = stored
-                self._names[module] = path
-        # Tied parameters → the one that they are. A checkpoint stores it under any one of their
-        # names, or under both.
-        self._tied: dict[tuple[nn.Module, str], tuple[nn.Module, str]] = {}
-        self._other_name: dict[tuple[nn.Module, str], tuple[nn.Module, str]] = {}
-        self._find_tied(model)
-        self.streamed = bool(self._stored)
+                self._sources[module] = sources_of(module, stored, dtype_plan)
+        self.streamed = bool(self._sources)
         if self.streamed:
+            self._share_tied(model)
             self._remove_hooks(model)
 
-    def _find_tied(self, model: PreTrainedModel) -> None:
+    def _share_tied(self, model: PreTrainedModel) -> None:
+        """Give tied parameters one source: a checkpoint stores them under any one of their names,
+        or under both.
+        """
         for name, source in list(model.all_tied_weights_keys.items()):
-            tied = get_module_from_name(model, name)
-            parameter = get_module_from_name(model, source)
-            if self._holds(*tied) and self._holds(*parameter):
-                if not torch.equal(self._source(*tied).read(), self._source(*parameter).read()):
-                    # Two weights, whatever the configuration says, as in transformers.
-                    del model.all_tied_weights_keys[name]
-                    continue
-            elif self._holds(*tied):
-                self._other_name[parameter] = tied
-            self._tied[tied] = parameter
+            tied, tied_leaf = get_module_from_name(model, name)
+            other, leaf = get_module_from_name(model, source)
+            own = self._sources.setdefault(tied, {})
+            others = self._sources.setdefault(other, {})
+            if tied_leaf not in own:
+                own[tied_leaf] = others[leaf]
+            elif leaf not in others:
+                others[leaf] = own[tied_leaf]
+            elif torch.equal(own[tied_leaf].read(), others[leaf].read()):
+                own[tied_leaf] = others[leaf]
+            else:  # two weights, whatever the configuration says, as in transformers
+                del model.all_tied_weights_keys[name]
 
     def _remove_hooks(self, model: PreTrainedModel) -> None:
         from accelerate.hooks import remove_hook_from_module
@@ -177,9 +208,7 @@ class Weights:
         try:
             self._bring(part)
             if then is not None and self.prefetch and self._missing(then):
-                self._prefetcher.start(
-                    self._source(module, name) for module, name, _ in self._wanted(then)
-                )
+                self._prefetcher.start(source for _, _, _, source in self._wanted(then))
             yield
         except BaseException:
             self._prefetcher.drop()
@@ -189,67 +218,36 @@ class Weights:
                 if isinstance(module, SparseLowRankLinear):
                     module.to("meta")
                 for name, parameter in module.named_parameters(recurse=False):
-                    _put(module, name, torch.empty_like(parameter, device="meta"))
+                    empty = torch.empty_like(parameter, device="meta")
+                    module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
 
     def _missing(self, part: Modules) -> bool:
         parameters = (p for module in part() for p in module.parameters(recurse=False))
         return self.streamed and any(parameter.is_meta for parameter in parameters)
 
-    def _wanted(self, part: Modules) -> Iterator[tuple[nn.Module, str, torch.Size]]:
-        """Yield module, name and shape of the tensors that are read for a part, without tied
-        parameters.
-        """
+    def _wanted(self, part: Modules) -> Iterator[tuple[nn.Module, str, torch.Size, Source]]:
+        """Yield module, name, shape and source of the tensors that are read for a part."""
         for module in part():
-            if module not in self._stored:
-                continue
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                if parameter.is_meta and (module, name) not in self._tied:
-                    yield module, name, parameter.shape
-            if isinstance(module, SplitExperts):
-                for name, shape in module.sources.items():
-                    yield module, name, shape
+            sources = self._sources.get(module, {})
+            for name, shape in missing_tensors(module).items():
+                if name in sources:
+                    yield module, name, shape, sources[name]
 
     def _bring(self, part: Modules) -> None:
         """Put the parameters of a part on the device. It holds no module: a replaced layer would
         keep its weight.
         """
-        for module, name, shape in self._wanted(part):
-            value = self._read(module, name, shape)
-            if isinstance(module, SplitExperts) and name in module.sources:
-                module.fill(name, value)
-            else:
-                _put(module, name, value)
-        inside = {id(module) for module in part()}
-        for (module, name), (other, other_name) in self._tied.items():
-            if id(module) not in inside:
+        brought: dict[str, nn.Parameter] = {}  # tied parameters are one
+        for module, name, shape, source in self._wanted(part):
+            if isinstance(module, SplitExperts):
+                module.fill(name, self._read(source, shape))
                 continue
-            parameter = other.get_parameter(other_name)
-            if parameter.is_meta:  # it is in another block
-                _put(module, name, self._read(other, other_name, parameter.shape))
-            else:
-                module.register_parameter(name, parameter)
+            if source.name not in brought:
+                value = self._read(source, shape)
+                brought[source.name] = nn.Parameter(value, requires_grad=False)
+            module.register_parameter(name, brought[source.name])
 
-    def _holds(self, module: nn.Module, name: str) -> bool:
-        """Return True if the files hold a parameter under its own name."""
-        if module not in self._stored:
-            return False
-        return f"{self._names[module]}.{name}" in iter(self._stored[module])
-
-    def _source(self, module: nn.Module, name: str) -> Source:
-        module, name = self._other_name.get((module, name), (module, name))
-        full_name = f"{self._names[module]}.{name}"
-        stored = self._stored[module]
-        entry = stored.dataset.index[f"{stored.prefix}{name}"]
-        dtype = prescribed_dtype(self._dtype_plan, full_name) or getattr(torch, entry["dtype"])
-        return Source(full_name, Path(entry["safetensors_file"]), entry["weight_name"], dtype)
-
-    def _read(
-        self,
-        module: nn.Module,
-        name: str,
-        shape: torch.Size,
-    ) -> Tensor:
-        source = self._source(module, name)
+    def _read(self, source: Source, shape: torch.Size) -> Tensor:
         tensor = self._prefetcher.take(source)
         if tensor.shape != shape:
             raise ModelError(
@@ -259,14 +257,6 @@ class Weights:
             )
         # The order of the stream suffices on CUDA.
         return tensor.to(self.device, non_blocking=self.device.type == "cuda")
-
-
-def _put(
-    module: nn.Module,
-    name: str,
-    value: Tensor,
-) -> None:
-    module.register_parameter(name, nn.Parameter(value, requires_grad=False))
 
 
 def trim() -> None:
