@@ -221,15 +221,33 @@ class Subject:
         name = self.results["model"]
         logger.info("perplexity of %s on %s: %.3f", name, text, row["perplexity"])
 
-    def add_scores(self, scores: Scores, limit: int | None) -> None:
-        """Add the scores so far, the last of which is new. limit: the rows of each task."""
-        name = self.results["model"]
-        task, score = list(scores.items())[-1]
-        logger.info("%s of %s on %s: %.2f %%", score["metric"], name, task, 100 * score["value"])
-        values = [score["value"] for score in scores.values()]
-        self.results["tasks"] = scores
-        self.results["limit"] = limit
-        self.results["average"] = sum(values) / len(values)
+    def score(
+        self,
+        tasks: Sequence[str],
+        keep: Callable[[], None],
+        limit: int | None,
+        **options: Any,
+    ) -> None:
+        """Add the accuracy on tasks to the results.
+
+        Args:
+            keep: called after each task.
+            limit: the rows of each task.
+            options: other arguments of `evaluate_tasks`.
+        """
+
+        def add(scores: Scores) -> None:
+            name = self.results["model"]
+            task, score = list(scores.items())[-1]
+            percent = 100 * score["value"]
+            logger.info("%s of %s on %s: %.2f %%", score["metric"], name, task, percent)
+            values = [score["value"] for score in scores.values()]
+            self.results["tasks"] = scores
+            self.results["limit"] = limit
+            self.results["average"] = sum(values) / len(values)
+            keep()
+
+        evaluate_tasks(self.model, self.tokenizer, tasks, limit=limit, keep=add, **options)
 
 
 @typed
@@ -319,22 +337,16 @@ def evaluate(
         add_row(subjects, text, measure(text, protocol))
         keep(results)
 
-    def keep_scores(subject: Subject, scores: Scores) -> None:
-        subject.add_scores(scores, limit)
-        keep(results)
-
-    if tasks:
-        for subject in subjects:
-            evaluate_tasks(
-                subject.model,
-                subject.tokenizer,
+    for subject in subjects:
+        if tasks:
+            subject.score(
                 tasks,
+                partial(keep, results),
                 batch=batch,
                 limit=limit,
                 folder=task_data,
                 cache=cache,
                 phases=phases,
-                keep=partial(keep_scores, subject),
             )
     return results
 
