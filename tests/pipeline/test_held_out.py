@@ -19,7 +19,7 @@ from hasslefree import Recipe
 from hasslefree.checkpoint.resume import Unfinished
 from hasslefree.demo.run import MODEL
 from hasslefree.models.load import load_on_disk
-from hasslefree.pipeline import held_out
+from hasslefree.pipeline import held_out, training
 from hasslefree.planning.schedule import HELD_OUT_SEGMENTS
 from hasslefree.texts.segments import disjoint_segments, draw_segments
 from hasslefree.texts.sources import calibration_documents
@@ -242,6 +242,30 @@ def test_text_that_the_model_writes_is_held_out_too(recipe, read, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     expected = transformers_perplexity(model, read[0][HELD_OUT_SEGMENTS:])
     assert report.held_out_code["dense"] == pytest.approx(expected, rel=1e-3)  # the run's model is in bfloat16
+
+
+@pytest.mark.parametrize(("after", "undone"), [(0.99, True), (1e-9, False)])
+def test_training_that_makes_code_worse_than_it_makes_its_own_kind_better_is_undone(
+    after, undone, tmp_path, monkeypatch, caplog
+):
+    """Oracle: the weights without training, and its perplexities."""
+
+    def spoil(job, _reference):
+        training.bring_back(job)
+        for block in job.walk.blocks.modules:
+            block.input_layernorm.weight.data *= 1.5
+        return {"before": 1.0, "after": after, "history": [after], "learning_rate": 1e-4, "tokens": 64}
+
+    plain = Recipe(rank=0, method="wanda", calibration=str(MODEL.parent / "calibration.jsonl"), samples=4, seqlen=32)
+    untrained = hasslefree.compress(MODEL, tmp_path / "plain", plain, device="cpu")
+    monkeypatch.setattr(training, "train_whole", spoil)
+    trained = dataclasses.replace(plain, match_predictions=64)
+    report = hasslefree.compress(MODEL, tmp_path / "out", trained, device="cpu")
+    one, other = tensors_of(tmp_path / "plain"), tensors_of(tmp_path / "out")
+    assert all(torch.equal(other[name], tensor) for name, tensor in one.items()) == undone
+    assert ("fine-tuning is undone" in caplog.text) == undone
+    assert report.predictions["after"] == (1.0 if undone else after)
+    assert (report.held_out_code["compressed"] == untrained.held_out_code["compressed"]) == undone
 
 
 def too_short(recipe):

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hasslefree.checkpoint.record import PredictionRecord
+from hasslefree.checkpoint.record import HeldOutRecord, PredictionRecord
 from hasslefree.errors import CalibrationError, option
 from hasslefree.models.calibrate import activation_values
 from hasslefree.models.walk import Walk
@@ -24,6 +24,12 @@ from hasslefree.train.reference import Reference
 from hasslefree.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+
+UNDONE = (
+    "fine-tuning is undone: the predictions of code became worse by more than those of the"
+    " calibration's kind of text became better; use more, or more varied, calibration text, or"
+    f" {option('effort', 'fast')}"
+)
 
 
 def matching_text(job: Job) -> Tensor | None:
@@ -70,22 +76,51 @@ def train_and_check(
 ) -> None:
     """Train the compressed model, and measure its perplexity, where the recipe asks for that.
 
+    If training made code worse than it made its own kind of text better, it is undone: the model is
+    for text that nobody has seen yet.
+
     Args:
         reference: predictions to match; None if there is nothing to train, or no more.
         writing: the phase that counts files.
         check: None if the perplexity is not measured.
     """
     predictions = None
+    before = None
     if reference is not None:
+        if check is not None:
+            before = check.measure()
         predictions = train_whole(job, reference)
         if check is not None:
             check.run_again()
     if check is not None:
         measured = check.measure()
+        if predictions and before and is_worse(predictions, before.code, measured.code):
+            logger.warning(UNDONE)
+            predictions["after"] = predictions["before"]
+            bring_back(job)
+            measured = before
         job.work.progress.held_out = measured.text
         job.work.progress.held_out_code = measured.code
     if predictions is not None:
         rewrite(job, predictions, writing)
+
+
+def is_worse(
+    own: PredictionRecord, before: HeldOutRecord | None, after: HeldOutRecord | None
+) -> bool:
+    """Whether the divergence grew in the geometric mean over the training's own kind of text and
+    code.
+
+    Args:
+        own: the divergences of its own kind.
+        before, after: what was measured on code; None if there is none.
+    """
+    if before is None or after is None:
+        return False
+    code = before["kl"], after["kl"]
+    if code[0] is None or code[1] is None:
+        return False
+    return code[1]["mean"] * own["after"] > code[0]["mean"] * own["before"]
 
 
 def train_whole(job: Job, reference: Reference) -> PredictionRecord:
