@@ -3,7 +3,7 @@ the computation.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,6 +59,20 @@ def read_json(file: Path, remedy: str = "download or copy it again") -> dict[str
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} does not contain a JSON object; {remedy}")
     return content
+
+
+def write_json(file: Path, content: Mapping[str, Any], **form: Any) -> None:
+    """Write a JSON object. form: options of `json.dumps` in place of an indentation by 1."""
+    text = json.dumps(content, **{"indent": 1} | form)
+    file.write_text(text + "\n", encoding="utf-8")
+
+
+@contextmanager
+def edited_json(file: Path) -> Iterator[dict[str, Any]]:
+    """The JSON object in a file, which is written again, as transformers does, with its changes."""
+    content = read_json(file)
+    yield content
+    write_json(file, content, indent=2, sort_keys=True)
 
 
 def weight_map(folder: Path) -> dict[str, Path]:

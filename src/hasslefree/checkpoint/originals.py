@@ -1,7 +1,6 @@
 """What a written folder keeps of the original model beside its weights: files and configuration."""
 
 import copy
-import fnmatch
 import json
 import shutil
 from collections.abc import Iterable
@@ -9,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 from transformers import PretrainedConfig
 from transformers.utils.hub import cached_file
+
+from hasslefree.files import edited_json
 
 # The files of tokenizers, and of processors. A program that is not transformers may read one that
 # transformers does not write, such as tokenizer.model.
@@ -56,10 +58,11 @@ def copy_original_files(
         model: a local folder, or a hub name.
         patterns: of their names: `TEXT_FILES`, `PROCESSOR_FILES`.
     """
-    for name in file_names(model):
-        wanted = any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
-        other = any(fnmatch.fnmatch(name, pattern) for pattern in OTHER_FILES)
-        if not wanted or other or (folder / name).exists():
+    wanted = filter_repo_objects(
+        file_names(model), allow_patterns=list(patterns), ignore_patterns=list(OTHER_FILES)
+    )
+    for name in wanted:
+        if (folder / name).exists():
             continue
         file = original_file(model, name)
         if file is not None:
@@ -106,11 +109,10 @@ def restore_keys(
     """
     if original.get("model_type") != config.model_type:  # a decoder taken out of its model
         return
-    written = json.loads(file.read_text(encoding="utf-8"))
     readable = config._decode_special_floats(copy.deepcopy(original))  # such as an infinity
     loaded = type(config).from_dict(readable)
-    _restore(written, original, loaded, config)
-    file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    with edited_json(file) as written:
+        _restore(written, original, loaded, config)
 
 
 def _restore(

@@ -2,7 +2,6 @@
 or not at all.
 """
 
-import json
 import os
 import shlex
 import shutil
@@ -15,7 +14,7 @@ from filelock import Timeout
 from safetensors import SafetensorError
 
 from hasslefree.errors import OutputError, WriteError, option
-from hasslefree.files import read_json
+from hasslefree.files import read_json, write_json
 
 # The file in a folder that lists the others as they were written.
 FILES = "files.json"
@@ -154,9 +153,7 @@ def complete(folder: Path) -> None:
     user's umask.
     """
     (folder / FILES).touch()
-    (folder / FILES).write_text(
-        json.dumps(dict(sorted(sizes(folder))), indent=1) + "\n", encoding="utf-8"
-    )
+    write_json(folder / FILES, dict(sorted(sizes(folder))))
     umask = os.umask(0)
     os.umask(umask)
     for path in folder.rglob("*"):
@@ -168,7 +165,7 @@ def rewrite(file: Path, text: str) -> None:
     file.write_text(text, encoding="utf-8")
     if (listed := file.with_name(FILES)).exists():
         content = read_json(listed) | {file.name: file.stat().st_size}
-        listed.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(listed, content)
 
 
 def put_in_place(

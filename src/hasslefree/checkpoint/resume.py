@@ -4,7 +4,6 @@ resumed.
 
 import concurrent.futures
 import dataclasses
-import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -38,7 +37,7 @@ from hasslefree.checkpoint.output import (
 )
 from hasslefree.checkpoint.record import LayerRecord, PredictionRecord
 from hasslefree.errors import OutputError, option
-from hasslefree.files import INDEX, read_header, run_in_background
+from hasslefree.files import INDEX, read_header, run_in_background, write_json
 
 BEFORE = "before"
 OWN = ("model", "scratch", BEFORE, f".{JOURNAL}", JOURNAL, "lock")
@@ -141,7 +140,7 @@ class Unfinished:
                 "metadata": {"total_size": self.progress.bytes},
                 "weight_map": dict(sorted(files.items())),
             }
-            (self.model / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            write_json(self.model / INDEX, index, indent=2)
             complete(self.model)
             for path in self.model.iterdir():
                 sync(path)

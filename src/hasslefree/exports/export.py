@@ -1,6 +1,5 @@
 """Turn a compressed folder into one that needs no hasslefree."""
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -30,7 +29,7 @@ from hasslefree.exports.converter import dense_template
 from hasslefree.exports.formats import Target, write_adapter, write_dense, write_narrow
 from hasslefree.exports.gguf import SUFFIX, Files, write_gguf
 from hasslefree.exports.quantised import write_compressed_tensors, write_mlx
-from hasslefree.files import read_json
+from hasslefree.files import edited_json, read_json
 from hasslefree.models.load import auto_class, load_config, load_model
 from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.packed.linear import compressed_layers
@@ -193,14 +192,13 @@ def write_older_rotary(file: Path) -> None:
     A reader of the older entries would take its default for the base and compute another model
     without an error.
     """
-    config = json.loads(file.read_text(encoding="utf-8"))
-    for part in (config, config.get("text_config") or {}):
-        rest = dict(part.get("rope_parameters") or {})
-        if "rope_theta" not in rest:  # they differ from layer to layer
-            continue
-        for name in ("rope_theta", "partial_rotary_factor"):
-            if name in rest:
-                part.setdefault(name, rest.pop(name))
-        if rest.get("rope_type", "default") != "default":
-            part.setdefault("rope_scaling", rest)
-    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    with edited_json(file) as config:
+        for part in (config, config.get("text_config") or {}):
+            rest = dict(part.get("rope_parameters") or {})
+            if "rope_theta" not in rest:  # they differ from layer to layer
+                continue
+            for name in ("rope_theta", "partial_rotary_factor"):
+                if name in rest:
+                    part.setdefault(name, rest.pop(name))
+            if rest.get("rope_type", "default") != "default":
+                part.setdefault("rope_scaling", rest)

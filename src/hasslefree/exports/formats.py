@@ -3,7 +3,6 @@ scaling 1 on it.
 """
 
 import copy
-import json
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,6 +18,7 @@ from transformers import PreTrainedModel
 
 from hasslefree.errors import ModelError, option
 from hasslefree.exports.template import Template
+from hasslefree.files import write_json
 from hasslefree.models.blocks import find_blocks, head_unit
 from hasslefree.models.ends import find_ends
 from hasslefree.models.experts import experts_of, fuse_experts, split_experts
@@ -291,8 +291,7 @@ def write_peft(
         ranks[name] = len(v)
     transposed = any(sites[name].transposed for name in ranks)
     config = adapter_config(ranks, str(target.final / "base"), transposed)
-    text = json.dumps(config, indent=1) + "\n"
-    (target.folder / "adapter_config.json").write_text(text, encoding="utf-8")
+    write_json(target.folder / "adapter_config.json", config)
     save_file(tensors, target.folder / "adapter_model.safetensors", metadata={"format": "pt"})
     return {"peft": target.folder}
 

@@ -4,7 +4,6 @@ PEFT, and MLX.
 Both write the adapter into the folder and the model of S into `base`, as the PEFT export does.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from hasslefree.exports.formats import (
     make_plain,
     write_peft,
 )
-from hasslefree.files import read_json
+from hasslefree.files import edited_json, read_json, write_json
 from hasslefree.models.sites import find_sites
 from hasslefree.recipe.engines import vllm_kernels
 
@@ -125,9 +124,7 @@ def write_mlx_adapter(factors: Factors, folder: Path) -> dict[str, Path]:
     # Full names: mlx-lm then leaves the layers of other blocks as they are, whatever num_layers is.
     parameters = {"rank": rank, "scale": 1.0, "dropout": 0.0, "keys": sorted(factors)}
     config = {"fine_tune_type": "lora", "num_layers": -1, "lora_parameters": parameters}
-    (folder / "adapter_config.json").write_text(
-        json.dumps(config, indent=1) + "\n", encoding="utf-8"
-    )
+    write_json(folder / "adapter_config.json", config)
     save_file(tensors, folder / "adapters.safetensors", metadata={"format": "mlx"})
     return {"mlx": folder}
 
@@ -157,6 +154,5 @@ def write_base(
         for leaf, tensor in parts.items():
             tensors[f"{name}.{leaf}"] = tensor
     target.save(model, target.base, tensors)
-    file = target.base / "config.json"
-    content = json.loads(file.read_text(encoding="utf-8")) | config
-    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    with edited_json(target.base / "config.json") as content:
+        content.update(config)
