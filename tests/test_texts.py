@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hasslefree.errors import CalibrationError, UnknownNameError
 from hasslefree.models.tokenizer import encode as encode_whole
+from hasslefree.texts import hub
 from hasslefree.texts.segments import MOST_SHORT, disjoint_segments, draw_segments
 from hasslefree.texts.sources import calibration_documents, check_text, evaluation_documents, evaluation_protocol
 
@@ -258,3 +259,21 @@ def test_no_more_of_a_text_is_tokenised_than_is_wanted():
     seen.clear()
     assert encode_whole(tokenizer, "ab" * 3_000_000, 5).tolist() == [0, 97, 98, 97, 98]
     assert seen == [262_784]
+
+
+@pytest.mark.parametrize(("answer", "offline"), [(None, False), (OSError("no route"), True)])
+def test_without_a_network_the_hub_is_asked_once_and_the_cache_is_read(answer, offline, monkeypatch):
+    asked = []
+
+    def ask(address, timeout):
+        asked.append(address)
+        if answer:
+            raise answer
+
+    monkeypatch.setattr(hub, "get_hf_file_metadata", ask)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.load_dataset", lambda **_: {"text": [datasets.config.HF_HUB_OFFLINE]})
+    hub.is_reachable.cache_clear()
+    assert [calibration_documents("c4"), calibration_documents("wikipedia")] == [[offline], [offline]]
+    assert len(asked) == 1
+    hub.is_reachable.cache_clear()

@@ -100,7 +100,7 @@ def test_the_command_line_and_a_recipe_say_the_same(files, tmp_path):
     file.write_text(f"rank: 2\ncalibration: ['{files[0]}:60%', 'self:40%']\n")
     assert made == Recipe.from_yaml(file)
     assert made == Recipe(rank=2, calibration=(f"{files[0]}:60%", "self:40%"))
-    assert Recipe(rank=2, calibration=["c4"]) == Recipe(rank=2)
+    assert Recipe(rank=2, calibration=["mixed"]) == Recipe(rank=2)
 
 
 @pytest.mark.parametrize(("template", "separators"), [("$A", [2]), ("<s> $A", [2, 1]), ("<s> $A </s>", [2, 1])])

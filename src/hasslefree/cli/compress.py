@@ -53,7 +53,7 @@ COMMON = {
     "pattern": "Zeros of S, such as 2:4 (default: by method).",
     "engine": "Program that runs the result (no default).",
     "effort": "Training after the fit: fast (none), balanced or best (default: by method).",
-    "calibration": "Text: c4, mixed, self, a file",
+    "calibration": "Text: mixed, c4, self, FILE",
     "samples": "Number of calibration segments",
     "seqlen": "Tokens in a segment (default: 2048 at most).",
 }

@@ -169,10 +169,10 @@ def code_segments(
     seqlen: int,
 ) -> Tensor:
     """Segments of modules of Python's library, (count or fewer, seqlen) int64; none, with a
-    warning, where they cannot be had, and none if the run reads other modules.
+    warning, where they cannot be had, and none if most of what the run reads is other modules.
     """
     nothing = torch.empty(0, seqlen, dtype=torch.int64)
-    if PYTHON in texts.shares:
+    if texts.shares.get(PYTHON, 0) > 0.5:
         return nothing
     try:
         documents = library_documents(held_out=True)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import BeforeValidator, ConfigDict
 
-from hasslefree.texts.shares import as_texts
+from hasslefree.texts.shares import MIXED, as_texts
 from hasslefree.validation import Dtype
 
 # The headings of the help, in its order.
@@ -111,11 +111,11 @@ class Fields:
     embedding_bits: int | None = declared(None, GRID)
     """Bits of the input embedding and of the output head: 2, 3, 4, 5, 6 or 8 (default: chosen for a
     size, if the layers are on a grid; otherwise they stay dense)."""
-    calibration: Annotated[str | tuple[str, ...], BeforeValidator(as_texts)] = declared("c4", TEXT)
-    """Text on which the layers are fitted: c4, wikitext2, ptb, wikipedia, code, chat, languages, a
-    .txt or .jsonl file, python for Python's standard library, or self for text that the model
-    writes itself, which both need no network and no file; several with shares, such as
-    'c4:60% python:40%'; or mixed for all kinds."""
+    calibration: Annotated[str | tuple[str, ...], BeforeValidator(as_texts)] = declared(MIXED, TEXT)
+    """Text on which the layers are fitted: mixed for all kinds, c4, wikitext2, ptb, wikipedia,
+    code, chat, languages, a .txt or .jsonl file, python for Python's standard library, or self for
+    text that the model writes itself, which both need no network and no file; or several with
+    shares, such as 'c4:60% python:40%'."""
     first_token: bool = declared(True, TEXT)
     """Begin every segment with what the tokenizer puts before a text, such as <bos>; SparseGPT's
     code, and the paper's, do not."""

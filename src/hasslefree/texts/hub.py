@@ -1,10 +1,16 @@
 """Public texts on the hub, and how their perplexity is measured."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
+
+from huggingface_hub import get_hf_file_metadata, hf_hub_url
+from huggingface_hub.errors import HfHubHTTPError
 
 from hasslefree.errors import CalibrationError, option
 
+# Seconds for the hub to answer the request that says whether it is reachable.
+PATIENCE = 5
 _PTB = "hf://datasets/ptb-text-only/ptb_text_only@refs%2Fconvert%2Fparquet/penn_treebank/{}/0000.parquet"
 
 
@@ -127,9 +133,25 @@ HUB_TEXTS |= {
 }
 
 
+@cache
+def is_reachable() -> bool:
+    """Ask the hub once whether it answers at all."""
+    try:
+        get_hf_file_metadata(
+            hf_hub_url("allenai/c4", "README.md", repo_type="dataset"), timeout=PATIENCE
+        )
+    except HfHubHTTPError:
+        return True
+    except Exception:  # of the network or a proxy
+        return False
+    return True
+
+
 def documents_on_hub(name: str, split: dict[str, Any]) -> Any:
     import datasets
 
+    if not is_reachable():  # else each request is repeated for half a minute
+        datasets.config.HF_HUB_OFFLINE = True
     try:
         return datasets.load_dataset(**split)[HUB_TEXTS[name].field]
     except Exception as error:  # whatever the network, the hub and the reader of the file may raise
