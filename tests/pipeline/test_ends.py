@@ -25,7 +25,7 @@ def compressed(folder, tied=True, dtype=torch.float32, **fields):
 
 
 @tied_or_not
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
 def test_a_folder_gives_the_predictions_of_its_dense_export(family, tied, tmp_path):
     """Oracle: the unpacked matrices in transformers' own modules. The model in memory is the one in the folder."""
     model = build(family, tie_word_embeddings=tied)
@@ -153,9 +153,27 @@ def test_an_untied_head_stays_dense_by_itself(tmp_path):
     assert "model.embed_tokens.weight_packed" in tensors
 
 
-def test_an_embedding_that_scales_its_rows_stays_dense(tmp_path):
-    record = hasslefree.compress(build("gemma3_text"), tmp_path / "out", Recipe(**FAST), segments=segments())
+def test_an_embedding_of_which_only_a_part_is_looked_up_stays_dense(tmp_path):
+    class Halved(torch.nn.Embedding):
+        def forward(self, ids):
+            return super().forward(ids) / 2
+
+    model = build("llama")
+    model.model.embed_tokens.__class__ = Halved
+    record = hasslefree.compress(model, tmp_path / "out", Recipe(**FAST), segments=segments())
     assert "model.embed_tokens" in record.dense
+
+
+def test_scaled_rows_in_half_precision_are_those_of_the_dense_export(tmp_path):
+    """Oracle: transformers, which rounds the scale to the dtype of the rows."""
+    model = build("gemma3_text", torch.bfloat16)
+    hasslefree.compress(model, tmp_path / "out", Recipe(**FAST), segments=segments())
+    hasslefree.export(tmp_path / "out", tmp_path / "dense")
+    ids = torch.arange(64)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").get_input_embeddings()
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense").get_input_embeddings()
+    assert loaded.scale not in (1, torch.tensor(loaded.scale).bfloat16().item())
+    assert torch.equal(loaded(ids), dense(ids))
 
 
 def test_a_matrix_that_others_share_stays_dense(tmp_path, caplog):

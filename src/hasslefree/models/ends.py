@@ -30,6 +30,7 @@ class End:
         shape: (vocabulary, hidden).
         dtype: of the dense model.
         obstacle: the reason for which the matrix stays dense; None if it can be compressed.
+        scale: what rows that are looked up are multiplied by.
     """
 
     embedding: str | None
@@ -37,6 +38,7 @@ class End:
     shape: tuple[int, int]
     dtype: torch.dtype
     obstacle: str | None = None
+    scale: float = 1.0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -64,9 +66,11 @@ class End:
 
     def replace(self, model: nn.Module, layer: SparseLowRankLinear) -> None:
         """Let a compressed layer take the place of the matrix; a tied head shares it."""
-        if isinstance(layer, PackedEmbedding) and self.head is not None:
-            head: Any = model.get_submodule(self.head)
-            model.set_submodule(self.head, TiedHead(layer, head.bias))
+        if isinstance(layer, PackedEmbedding):
+            layer.scale = self.scale
+            if self.head is not None:
+                head: Any = model.get_submodule(self.head)
+                model.set_submodule(self.head, TiedHead(layer, head.bias))
         model.set_submodule(self.name, layer)
         untie(model, [f"{name}.weight" for name in self.names])
 
@@ -136,17 +140,28 @@ def end_of(
         return None
     rows, width = weight.shape
     if is_embedding:
-        obstacle = None if looks_up(wanted) else NO_LOOK_UP
-        return End(names[0], None, (rows, width), weight.dtype, obstacle)
+        scale = scale_of(wanted)
+        if scale is None:
+            return End(names[0], None, (rows, width), weight.dtype, NO_LOOK_UP)
+        return End(names[0], None, (rows, width), weight.dtype, scale=scale)
     multiplies = isinstance(wanted, nn.Linear) and is_matrix(wanted)
     obstacle = None if multiplies else NO_PRODUCT
     return End(None, names[0], (rows, width), weight.dtype, obstacle)
 
 
-def looks_up(module: Any) -> bool:
-    """Return True if a module looks up rows of its weight, as they are."""
-    is_plain = type(module).forward is nn.Embedding.forward
-    return is_plain and module.max_norm is None
+def scale_of(module: Any) -> float | None:
+    """What a module multiplies the rows that it looks up by: 1 for torch's embedding; None if it
+    does anything else.
+    """
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+        return None
+    kind = type(module)
+    if kind.forward is nn.Embedding.forward:
+        return 1.0
+    if kind.__name__.endswith("ScaledWordEmbedding"):  # of transformers
+        scale: float | None = getattr(module, "scalar_embed_scale", None)
+        return scale
+    return None
 
 
 def sharing(model: Any, name: str) -> set[str]:

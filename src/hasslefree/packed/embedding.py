@@ -14,6 +14,9 @@ class PackedEmbedding(SparseLowRankLinear):
     Only the rows that are looked up are unpacked. `multiply` is the product of a compressed layer,
     for a head that shares the matrix: both use one copy of the codes.
 
+    The attribute `scale` is what the rows that are looked up are multiplied by, rounded to their
+    dtype; Gemma's are scaled by the root of the width.
+
     Args:
         spec: of a complete matrix on a grid, without L.
         bias: False; an embedding has none.
@@ -33,12 +36,16 @@ class PackedEmbedding(SparseLowRankLinear):
         check_rows(spec)
         super().__init__(spec, bias, dtype, device)
         self.num_embeddings, self.embedding_dim = spec.shape
+        self.scale = 1.0
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids: (...) → (..., hidden)."""
         if not ids.numel():
             return self.weight.new_empty(*ids.shape, self.embedding_dim)
-        return self.rows(ids.flatten()).view(*ids.shape, self.embedding_dim)
+        rows = self.rows(ids.flatten()).view(*ids.shape, self.embedding_dim)
+        if self.scale == 1:
+            return rows
+        return rows * torch.tensor(self.scale).to(rows.dtype).item()
 
     def multiply(self, x: Tensor) -> Tensor:
         """x: (..., hidden) → (..., vocabulary)."""
