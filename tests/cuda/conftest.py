@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.cuda.fake_cuda import fake_cuda
+from tests.cuda.int4 import OPERATORS
 
 REAL = pytest.param("real", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
 
@@ -14,4 +15,6 @@ REAL = pytest.param("real", marks=pytest.mark.skipif(not torch.cuda.is_available
 def gpu(request):
     """The fake GPU; None where it is a real one."""
     with fake_cuda() if request.param == "fake" else nullcontext() as found:
+        if found:
+            found.instead |= OPERATORS
         yield found
