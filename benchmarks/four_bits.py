@@ -96,6 +96,7 @@ Rows = dict[str, Spec]
 OURS: Rows = {
     **sized_rows("105MB", ("fast", "balanced", "best")),
     **sized_rows("398MB", ("fast", "balanced")),
+    **sized_rows("247MB", ("fast",)),
     **sized_rows("5.2bits", ("fast", "balanced", "best")),
     **sized_rows("4.6bits", ("fast", "best")),
     **sized_rows("4.3bits", ("fast", "best")),
