@@ -123,6 +123,14 @@ def whole_files_of(model: str) -> Table:
     )
 
 
+def overfitting(content: Content) -> Iterable[Row]:
+    """Which parts of a compression read the mixture."""
+    for name, row in content["results"].items():
+        if name != "dense":
+            words = "none" if name == "none" else name.replace("Grams", "layer inputs").replace("budgets", "bits")
+            yield {"words": words, "percent": {text: in_percent(value) for text, value in row["increase"].items()}}
+
+
 # What README offers: the goal, the row and the flags.
 SETTINGS = (
     ("closest to dense, in the size of llama.cpp's Q4_K_M", "105MB, balanced", "--size 105MB"),
@@ -197,6 +205,16 @@ TABLES: dict[str, tuple[Table, ...]] = {
         ),
     ),
     "whole_files": tuple(map(whole_files_of, EQUAL_FILES)),
+    "overfitting": (
+        Table(
+            "overfitting_SmolLM2-135M-Instruct",
+            "python benchmarks/overfitting.py MODEL TEXT… --calibration TEXT --mixture TEXT:SHARE% … --effort fast",
+            (("from the mixture", "{words}"), ("*", "{percent[*]:.1f} %")),
+            overfitting,
+            note="{model}, off its grid, `--size {size} --effort {effort}`, {samples} × {seqlen} tokens; perplexity "
+            "increase on {max_tokens} tokens of each text, in windows of {window}, in {dtype}. On {where}.",
+        ),
+    ),
     "frontier": (
         Table(
             "frontier",
