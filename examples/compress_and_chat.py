@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hasslefree
 
 model = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
-text = str(files("hasslefree.demo") / "calibration.jsonl")  # a small text of the package; leave it out for real models
+text = str(files("hasslefree.demo") / "calibration.jsonl")  # a small text of the package; real models need none
 recipe = hasslefree.Recipe(bits=4, rank=16, effort="fast", calibration=text, samples=16, seqlen=256)
 record = hasslefree.compress(model, "compressed", recipe, overwrite=True)
 print(f"The layers take {record.stored_bytes / 1e6:.1f} MB instead of {record.dense_bytes / 1e6:.1f} MB.")

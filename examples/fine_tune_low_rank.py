@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hasslefree
 
 model = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
-text = str(files("hasslefree.demo") / "calibration.jsonl")  # a small text of the package; leave it out for real models
+text = str(files("hasslefree.demo") / "calibration.jsonl")  # a small text of the package; real models need none
 recipe = hasslefree.Recipe(pattern="2:4", rank=16, effort="fast", calibration=text, samples=16, seqlen=256)
 hasslefree.compress(model, "compressed", recipe, overwrite=True)
 hasslefree.export("compressed", "adapter", to="peft", overwrite=True)

@@ -30,7 +30,7 @@ class LowRankFirst(Method):
 
 METHODS["low-rank-first"] = LowRankFirst()
 model = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
-text = str(files("hasslefree.demo") / "calibration.jsonl")  # a small text of the package; leave it out for real models
+text = str(files("hasslefree.demo") / "calibration.jsonl")  # a small text of the package; real models need none
 for method in ("low-rank-first", "oats"):
     recipe = hasslefree.Recipe(method=method, rank=16, calibration=text, samples=16, seqlen=256)
     record = hasslefree.compress(model, "compressed", recipe, overwrite=True)
