@@ -73,6 +73,7 @@ WRITERS = {
         "Qwen2.5-Coder-0.5B-Instruct": "Qwen2.5-Coder-0.5B: `--size 5.2bits`",
         "random": "Llama-3.2-1B, random: 5 bits everywhere",
     },
+    "generation_quantised_two_threads": {"SmolLM2-135M-Instruct": "SmolLM2-135M: `--size 5.2bits`"},
     "generation": {"smollm2": "SmolLM2-135M: `--pattern 2:4 --rank 16`"},
     "generation_one_thread": {
         "smollm2": "SmolLM2-135M: `--pattern 2:4 --rank 16`",
