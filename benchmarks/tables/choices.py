@@ -204,7 +204,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
             note="On {where}.",
         ),
     ),
-    "whole_files": tuple(map(whole_files_of, EQUAL_FILES)),
+    "whole_files": tuple(map(whole_files_of, (*EQUAL_FILES, "gemma-3-270m"))),
     "overfitting": (
         Table(
             "overfitting_SmolLM2-135M-Instruct",
