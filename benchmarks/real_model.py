@@ -26,7 +26,8 @@ given to prediction matching as more tokens, so that the CPU seconds of all rows
 rows of options that were deleted; they name the commit that measured them, and cannot be measured again.
 
 two-four: rows as above at 2:4 + rank 16, of the efforts, of what lies between them and of rivals, in a file of their
-own. One row fits layers without the weights of their outputs, as no option does.
+own, and rows in the same bytes with another rank. One row fits layers without the weights of their outputs, as no
+option does.
 
 frontier: rows as above, of patterns and ranks with `--effort fast`, in a file of their own. Quantised rows are those of
 benchmarks/four_bits.py, on a model whose weights lie on no grid.
@@ -83,8 +84,11 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 }
 # The efforts, what lies between them, and rivals, by their seconds.
 ALLOCATED = EFFORTS["fast"] | {"allocate": "error"}
+# In as many bytes: twice the rank, with factors in eight bits.
+CODED = {"pattern": "2:4", "rank": 30, "factor_bits": 8}
 TWO_FOUR: dict[str, dict[str, Any]] = {
     "fast": EFFORTS["fast"],
+    **{f"{effort}, 8-bit factors": CODED | {"effort": effort} for effort in EFFORTS},
     "fast, allocation, outputs not weighted": ALLOCATED | {"weighted": False},
     "fast, allocation": ALLOCATED,
     "balanced": EFFORTS["balanced"],
