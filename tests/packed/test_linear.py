@@ -313,6 +313,25 @@ def test_a_layer_that_changed_multiplies_what_it_is_now(change):
         )
 
 
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_coded_factors_of_2_4_for_a_few_tokens(tokens, with_bias):
+    """Oracle: float64 on the dense matrix from the codes, before and after the scales change."""
+    layer, result = coded_layer("2:4", torch.bfloat16, with_bias)
+    x = torch.randn(tokens, 24, dtype=torch.bfloat16)
+    for _ in range(2):
+        u, v = layer.factors()
+        dense = result.sparse.double() + u.double() @ v.double()
+        expected = x.double() @ dense.T
+        if with_bias:
+            expected += layer.bias.double()
+        with torch.no_grad():
+            y = layer(x)
+            assert layer.kernel.factors is not None  # the kernel has computed it
+            layer.low_rank_u_scale.mul_(2)
+        torch.testing.assert_close(y.double(), expected, rtol=0.02, atol=0.05)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nan_and_inf_come_out(dtype):
     layer, x = layer_of("2:4", dtype=dtype, width=128), torch.ones(2, 128, dtype=dtype)

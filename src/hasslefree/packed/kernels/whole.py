@@ -49,8 +49,12 @@ def kernel_for(spec: LayerSpec) -> Kernel:
         return NoKernel()
     if spec.grid is not None and layout.n == layout.m:
         return Int4Kernel()
-    if spec.grid is None and spec.factor_bits is None:
+    if spec.grid is not None:
+        return NoKernel()
+    if spec.factor_bits is None:
         return GroupsKernel()
+    if (layout.n, layout.m) == (2, 4):
+        return CodedFactorsKernel()
     return NoKernel()
 
 
@@ -121,6 +125,57 @@ class GroupsKernel:
 
     def release(self, layer: "SparseLowRankLinear") -> None:
         """The tensors stay in the layer."""
+
+
+class CodedFactorsKernel:
+    """The backend `numba` for 2:4 in bfloat16 with factors in eight bits, with a few tokens: a call
+    for S, and one for L.
+    """
+
+    bytes = 0  # arrays share the memory of the tensors, except scales and bias
+
+    def __init__(self) -> None:
+        self.sparse: LayerArrays | None = None
+        self.factors: FactorArrays | None = None
+        self.key: tuple[tuple[int, int], ...] = ()  # of the tensors of these arrays
+
+    def product(self, layer: "SparseLowRankLinear", x: Tensor) -> Tensor | None:
+        if not backends.HAS_NUMBA or layer.backend not in (None, "numba") or layer.wide_factors:
+            return None
+        if is_traced(x) or not takes_few(x) or x.dtype != torch.bfloat16 or not x.is_cpu:
+            return None
+        key = key_of(layer)
+        if key != self.key:
+            self._prepare(layer)
+            self.key = key
+        if self.sparse is None or self.factors is None or x.shape[-1] != layer.in_features:
+            return None
+        y = self.sparse.product(x)
+        self.factors.add(x.reshape(-1, layer.in_features).contiguous(), y)
+        return y
+
+    def _prepare(self, layer: "SparseLowRankLinear") -> None:
+        """Make the arrays, unless several threads are faster for L."""
+        self.release(layer)
+        parameters = layer._parameters
+        values = parameters["values"]
+        u = layer.low_rank_u
+        v = layer.low_rank_v
+        assert values is not None
+        assert u is not None
+        assert v is not None
+        if values.dtype != torch.bfloat16 or not values.is_cpu:
+            return
+        if u.numel() + v.numel() > MAX_FACTORS:
+            return
+        scales = parameters["low_rank_u_scale"], parameters["low_rank_v_scale"]
+        self.sparse = LayerArrays(values.contiguous(), layer.index.contiguous(), None, None, None)
+        self.factors = FactorArrays(u, v, *scales, parameters["bias"])
+
+    def release(self, layer: "SparseLowRankLinear") -> None:
+        self.sparse = None
+        self.factors = None
+        self.key = ()
 
 
 class Int4Kernel:
