@@ -12,7 +12,7 @@ from hasslefree.allocate.ladders import Ladder, hull, rank_gains
 from hasslefree.allocate.sensitivity import ProbedLayer
 from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Grid
-from hasslefree.core.patterns import Unstructured
+from hasslefree.core.patterns import KnownSupport, Unstructured
 from hasslefree.planning.plan import STEP as RANK_STEP
 from hasslefree.planning.plan import LayerPlan
 from hasslefree.recipe.engines import types_for
@@ -296,6 +296,10 @@ def _errors(layer: ProbedLayer, plan: LayerPlan, grids: Sequence[Grid]) -> dict[
     kept = plan.kept
     if isinstance(kept, Unstructured):  # its count is that of all rows
         kept = Unstructured(round(kept.count / share))
+    if kept.kept(sample.weight.shape) < sample.weight.numel():
+        # The search for the support takes far longer than to put S on a grid, and hardly depends
+        # on it. Of the finest grid, because few values within the support become zero.
+        kept = KnownSupport(sample.changed(kept, grids[-1]) != 0)
     errors: dict[Grid, float] = {}
     for grid in grids:
         rounded = sample.changed(kept, grid)

@@ -80,7 +80,8 @@ class JointOnGrid(Method):
 
     and it remains to put S on the grid in the norm of H: by GPTQ's sweep, with the support known,
     and then by coordinate descent on codes, scales and offsets (`solve.grid_descent`). L is the
-    exact fit to W − S'. If the pattern keeps everything, the turns begin with the exact fit to W.
+    exact fit to W − S'. If the pattern keeps everything, or the support is known, the turns begin
+    with the exact fit to W.
     The best turn is kept.
 
     The next L repairs whatever S loses in r directions. In the place of H, the steps on S therefore
@@ -122,15 +123,15 @@ class JointOnGrid(Method):
         start: LowRank,
     ) -> Solution:
         prunes = pattern.kept(weight.shape) < weight.numel()
-        if prunes:
+        if prunes and not isinstance(pattern, KnownSupport):
             free = self._joint().solve(weight, prepared.for_joint, pattern, start)
             sparse = free.sparse
             low_rank = free.low_rank
             support = sparse != 0
         else:
-            sparse = weight
             low_rank = fit_exactly(weight, prepared, start)
-            support = torch.ones_like(weight, dtype=torch.bool)
+            support = pattern.mask(weight)
+            sparse = weight * support
         objective = Objective(weight, prepared.gram)
         best: Solution | None = None
         history: list[float] = []
