@@ -239,6 +239,8 @@ def test_a_file_that_is_no_text(tmp_path):
         # A grid or an engine stands for a method that quantises, unless the pattern prunes.
         ({"bits": 4}, {"method": "joint-grid", "size": "5.2bits", "pattern": "dense"}),
         ({"bits": 4, "rank": 8}, {"method": "joint-grid", "size": None}),
+        ({"bits": 6, "pattern": "2:4", "rank": 8}, {"method": "joint-grid", "size": None}),
+        ({"size": "10bits", "pattern": "2:4"}, {"method": "joint"}),
         ({"engine": "mlx"}, {"method": "joint-grid", "size": "5.2bits"}),
         # Without a size, an engine fixes the bits: with rank 0 there is nothing to move.
         ({"method": "gptq", "engine": "mlx", "effort": "best"}, {"bits": 4, "allocate": "uniform"}),

@@ -60,7 +60,7 @@ class Fields:
     """
     method: str | None = declared(None, METHOD)
     """How each layer is decomposed; `hasslefree methods` lists the methods (default: joint-grid for
-    a size, an engine or a grid without a pattern that prunes, otherwise joint)."""
+    a grid, and for a size or an engine unless the pattern prunes; otherwise joint)."""
     effort: Literal["fast", "balanced", "best"] | None = declared(None, LEVERS)
     """What is done besides decomposing single layers: fast (nothing), balanced (train the kept
     values of all layers) or best (train longer, and move rank and bits between layers) (default:

@@ -52,19 +52,17 @@ SMALL_GROUP = 32
 SMALL_SCALES = 5
 # Scales of so many bits are floats.
 FLOAT_BITS = 16
-# Fields that ask for a grid, and those of a method.
-GRIDS = ("size", "engine", "bits", "group_size", "symmetric", "offset", "scale_bits")
+# Fields that say how S is quantised, those that ask for a grid unless S is pruned, and those of a
+# method.
+OF_GRID = ("bits", "group_size", "symmetric", "offset", "scale_bits")
+GRIDS = ("size", "engine", *OF_GRID)
 METHOD_FIELDS = (
     "pruner",
     "low_rank",
     "rounds",
     "damping",
     "refit",
-    "bits",
-    "group_size",
-    "symmetric",
-    "offset",
-    "scale_bits",
+    *OF_GRID,
 )
 
 
@@ -217,10 +215,10 @@ def default_size(recipe: Fields) -> str | None:
 
 
 def default_method(recipe: Fields) -> str:
-    """A method with a grid if a field asks for a grid, unless the pattern prunes."""
+    """A method with a grid if a field asks for a grid."""
     prunes = recipe.pattern not in (None, "dense")
-    wants_grid = any(getattr(recipe, name) is not None for name in GRIDS)
-    if wants_grid and not prunes:
+    asking = OF_GRID if prunes else GRIDS
+    if any(getattr(recipe, name) is not None for name in asking):
         return "joint-grid"
     return "joint"
 
@@ -305,7 +303,7 @@ def takes_types(recipe: Fields) -> bool:
     """
     if recipe.engine != "llama.cpp" or recipe.size is None or not has_grid(recipe):
         return False
-    return all(getattr(recipe, name) is None for name in GRIDS[2:])
+    return all(getattr(recipe, name) is None for name in OF_GRID)
 
 
 def has_grid(recipe: Fields) -> bool:
