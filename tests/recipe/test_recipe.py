@@ -240,7 +240,7 @@ def test_a_file_that_is_no_text(tmp_path):
         ({"bits": 4}, {"method": "joint-grid", "size": "5.2bits", "pattern": "dense"}),
         ({"bits": 4, "rank": 8}, {"method": "joint-grid", "size": None}),
         ({"bits": 6, "pattern": "2:4", "rank": 8}, {"method": "joint-grid", "size": None}),
-        ({"size": "10bits", "pattern": "2:4"}, {"method": "joint"}),
+        ({"size": "10bits", "pattern": "2:4"}, {"method": "joint", "factor_bits": 8}),
         ({"engine": "mlx"}, {"method": "joint-grid", "size": "5.2bits"}),
         # Without a size, an engine fixes the bits: with rank 0 there is nothing to move.
         ({"method": "gptq", "engine": "mlx", "effort": "best"}, {"bits": 4, "allocate": "uniform"}),

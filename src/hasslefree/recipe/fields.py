@@ -107,7 +107,8 @@ class Fields:
     that small groups take few bytes; 16 for floats (default: 5 for joint-grid with pattern dense,
     unless the engine needs floats; otherwise 16)."""
     factor_bits: int | None = declared(None, GRID)
-    """8 to store both factors of L as int8 (default: the model's dtype)."""
+    """8 to store both factors of L as int8 (default: 8 for joint with a size, otherwise the
+    model's dtype)."""
     embedding_bits: int | None = declared(None, GRID)
     """Bits of the input embedding and of the output head: 2, 3, 4, 5, 6 or 8 (default: chosen for a
     size, if the layers are on a grid; otherwise they stay dense)."""

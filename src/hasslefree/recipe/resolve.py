@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hasslefree.core.budgets import Budget
+from hasslefree.core.factors import BITS as FACTOR_BITS
 from hasslefree.core.factors import check_factor_bits
 from hasslefree.core.grids import BITS, Grid, check_bits
 from hasslefree.core.protocols import Method
@@ -290,11 +291,16 @@ def engine_defaults(recipe: Fields) -> dict[str, Any]:
 
 def size_defaults(recipe: Fields) -> dict[str, Any]:
     """Layers share a size by their errors, and are alike if nothing can move between them."""
+    defaults: dict[str, Any] = {}
     if not movable(recipe):
-        return {"allocate": "uniform"}
-    if recipe.size:
-        return {"allocate": "error"}
-    return {}
+        defaults["allocate"] = "uniform"
+    elif recipe.size:
+        defaults["allocate"] = "error"
+    if recipe.size and recipe.method == "joint" and recipe.rank is None:
+        # Beside values of 16 bits, twice the rank in the same bytes is worth far more than its
+        # factors lose.
+        defaults["factor_bits"] = FACTOR_BITS
+    return defaults
 
 
 def takes_types(recipe: Fields) -> bool:
