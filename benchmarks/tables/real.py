@@ -44,6 +44,10 @@ FLAGS = {
     "an hour": "`--minutes 60`",
     "hassle-free, exact step": "`--method hassle-free --low-rank exact`",
     "sparsegpt": "`--method sparsegpt --rank 0`",
+    **{
+        f"{effort}, 8-bit factors": f"`--rank 30 --factor-bits 8 --effort {effort}`"
+        for effort in ("fast", "balanced", "best")
+    },
 }
 
 
