@@ -67,7 +67,8 @@ def bytes_to_run(setup: Setup) -> int:
         out, width = matrix.shape
         if matrix.grid is None or matrix.pattern != "dense" or matrix.dtype != torch.bfloat16:
             continue
-        nibbles = Nibbles.fitting(matrix.grid.bits, matrix.grid.group or width)
+        group = matrix.grid.group or width
+        nibbles = Nibbles.fitting(matrix.grid.bits, group, setup.device.type)
         if nibbles is not None:
             shape, _ = matrix.sparse_tensors()["weight_packed"]
             held += nibbles.bytes(out, width) - math.prod(shape) * torch.int32.itemsize

@@ -134,6 +134,24 @@ def test_only_one_copy_of_the_codes_is_held_and_whoever_asks_gets_them_in_the_fi
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
+@pytest.mark.skipif(not int4.shares_nibbles(), reason="the processor lacks AVX-512, or Numba is missing")
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (5, 32), (6, 64), (8, 32)])
+def test_codes_take_their_bits_in_memory(bits, group):
+    """Oracle: bits and the two numbers of a group, by hand."""
+    layer, _, _ = layer_of(Grid(bits, group, offset=True))
+    layer(torch.randn(1, 192).bfloat16())
+    assert layer.kernel.bytes == 112 * 192 * bits // 8 + 4 * 112 * 192 // group
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("bits", [5, 6])
+def test_high_bits_of_inputs_that_are_far_from_zero(bits, tokens):
+    """Oracle: float64. Where the nibbles and the high bits contributed far more than their sum, rounding would show."""
+    layer, matrix, _ = layer_of(Grid(bits, 32, offset=True), rank=0, bias=False)
+    x = (100 + torch.randn(tokens, 192)).bfloat16()
+    assert close(layer(x), x.double() @ matrix.T)
+
+
 def test_copies_casts_and_pickles_of_a_layer_that_was_used():
     layer, matrix, b = layer_of()
     x = torch.randn(1, 192).bfloat16()

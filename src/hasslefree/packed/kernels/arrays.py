@@ -93,6 +93,36 @@ class FactorArrays:
         add_low_rank(x.data_ptr(), y.data_ptr(), len(x), *self.arrays)
 
 
+class HighArrays:
+    """The high bits of codes that share nibbles, as arrays, for a few tokens in bfloat16.
+
+    Args:
+        shared: their nibbles, uint8 (out, bits · in/8), in the order of torch's operators.
+        terms: scales and centres, (groups, out, 2) bfloat16.
+        group: the inputs that share them.
+        bits: of a code, that share a nibble.
+    """
+
+    def __init__(
+        self,
+        shared: Tensor,
+        terms: Tensor,
+        group: int,
+        bits: int,
+    ):
+        pairs = bits_of(terms.view(torch.int32).squeeze(-1))
+        self.arrays = (shared.numpy(), pairs, group, bits)
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Add what the high bits contribute to y = x Sᵀ: x (tokens, in), y (tokens, out), both
+        contiguous.
+        """
+        numba_kernels()  # sets the number of threads
+        from hasslefree.packed.kernels.nibbles import add_high
+
+        add_high(x.data_ptr(), y.data_ptr(), len(x), *self.arrays)
+
+
 def float_or_empty(numbers: Tensor | None) -> Tensor:
     """Numbers in float32; (0,) for None."""
     if numbers is None:

@@ -3,10 +3,16 @@ which compute with bfloat16
 
     (nibble − 8)·scale_g + centre_g,    g: one of the groups of 32, 64, 128 or 256 inputs of a row.
 
-A code of up to 4 bits is one nibble. A code of 5, 6 or 8 bits is two, low + 16·high. The groups of
-S then become twice as long: the low nibbles of a group are multiplied by its inputs x, and after
-them the high ones by 16·x. One call adds up both in float32, and they share a scale and a centre.
-Groups of 16 inputs whose codes are one nibble are filled up with nibbles that are multiplied by 0.
+A code of up to 4 bits is one nibble. A code of 5, 6 or 8 bits is low + 16·high. In general, both
+are nibbles, and the groups of S become twice as long: the low nibbles of a group are multiplied by
+its inputs x, and after them the high ones by 16·x. One call adds up both in float32, and they share
+a scale and a centre. Groups of 16 inputs whose codes are one nibble are filled up with nibbles that
+are multiplied by 0.
+
+On a CPU with AVX-512, the one or two high bits of a code of 5 or 6 bits take no nibble of their
+own: the nibble of a row in their matrix, which is ordered like the other, holds those of four or of
+two inputs. It names one of the 16 sums of these inputs that can occur, which `nibbles.add_high`
+looks up.
 
 Nibbles are moved so that the middle code becomes 8, the operators' zero. Scale and centre are
 rounded to bfloat16. With m the value of the middle code 2^(bits − 1), a value of S is therefore off
@@ -32,7 +38,7 @@ from torch.nn import functional as F
 
 from hasslefree.core.grids import Grid
 from hasslefree.packed.kernels import arrays, tiles
-from hasslefree.packed.kernels.arrays import bits_of, is_traced, numba_kernels
+from hasslefree.packed.kernels.arrays import HighArrays, bits_of, is_traced, numba_kernels
 from hasslefree.packed.kernels.ops import as_operator
 from hasslefree.packed.kernels.rooms import BLOCK, BlockedRoom, Room, room_for
 from hasslefree.packed.storage import pack_codes, unpack_codes
@@ -68,16 +74,21 @@ class Nibbles:
     Args:
         bits: of a code.
         group: the inputs of S that share a scale and a centre.
+        shared: the high bits of a code that share a nibble with those of other inputs, 1, 2 or, if
+            they do not, 0.
     """
 
     bits: int
     group: int
+    shared: int = 0
 
     @classmethod
-    def fitting(cls, bits: int, stored_group: int) -> "Nibbles | None":
+    def fitting(cls, bits: int, stored_group: int, device: str) -> "Nibbles | None":
         """With the longest group that divides those of a grid; None if there is none."""
         for group in STORED_GROUPS:
-            nibbles = cls(bits, group)
+            high = bits - 4
+            shares = high in (1, 2) and group in GROUPS and device == "cpu" and shares_nibbles()
+            nibbles = cls(bits, group, high if shares else 0)
             if stored_group % group == 0 and nibbles.together in GROUPS:
                 return nibbles
         return None
@@ -85,7 +96,7 @@ class Nibbles:
     @property
     def is_high(self) -> bool:
         """True if a code has a second nibble, which counts 16 times."""
-        return self.bits > 4
+        return self.bits > 4 and not self.shared
 
     @property
     def count(self) -> int:
@@ -99,21 +110,42 @@ class Nibbles:
 
     def bytes(self, out: int, width: int) -> int:
         """The memory of nibbles, scales and centres of S (out, width)."""
-        return self.count * out * width // 2 + 4 * out * width // self.group
+        bits = 4 * self.count + self.shared
+        return bits * out * width // 8 + 4 * out * width // self.group
 
     def split(self, codes: Tensor) -> Tensor:
         """Codes, uint8 (out, in) → nibbles, uint8 (out, count · in)."""
         middle = 1 << (self.bits - 1)
-        if self.is_high:
+        if self.shared:
+            parts = [codes & 15]
+        elif self.is_high:
             parts = [codes & 15, (codes >> 4) + (ZERO - middle // 16)]
         else:
             parts = [codes + (ZERO - middle), torch.full_like(codes, ZERO)][: self.count]
         grouped = [part.view(len(codes), -1, self.group) for part in parts]
         return torch.stack(grouped, 2).view(len(codes), -1)
 
-    def join(self, nibbles: Tensor) -> Tensor:
-        """The codes, uint8 (rows, in), of nibbles (rows, count · in)."""
+    def share(self, codes: Tensor) -> Tensor:
+        """The nibbles of the high bits of codes, uint8 (out, in) → (out, shared · in/4)."""
+        high = (codes >> 4).view(len(codes), -1, 4 // self.shared)
+        shared = torch.zeros_like(high[:, :, 0])
+        for i, bits in enumerate(high.unbind(2)):
+            shared |= bits << (self.shared * i)
+        return shared
+
+    def high(self, shared: Tensor) -> Tensor:
+        """The high bits, (rows, in), of the nibbles that they share, (rows, shared · in/4)."""
+        mask = (1 << self.shared) - 1
+        parts = [shared >> shift & mask for shift in range(0, 4, self.shared)]
+        return torch.stack(parts, 2).flatten(1)
+
+    def join(self, nibbles: Tensor, shared: Tensor | None) -> Tensor:
+        """The codes, uint8 (rows, in), of nibbles (rows, count · in) and of those that high bits
+        share.
+        """
         middle = 1 << (self.bits - 1)
+        if shared is not None:
+            return nibbles | self.high(shared) << 4
         parts = nibbles.view(len(nibbles), -1, self.count, self.group).unbind(2)
         if self.is_high:
             codes = parts[0] | (parts[1] - (ZERO - middle // 16)) << 4
@@ -172,11 +204,13 @@ class Int4:
         codes: nibbles, on a CPU uint8 (out, nibbles/2), on CUDA int32 (`tiles`).
         terms: scales and centres, (groups, out, 2) bfloat16.
         nibbles: how codes are written in nibbles.
+        shared: the nibbles that high bits share, uint8 (out, shared · in/8), or None.
     """
 
     codes: Tensor
     terms: Tensor
     nibbles: Nibbles
+    shared: Tensor | None = None
 
     @classmethod
     def of(
@@ -197,7 +231,7 @@ class Int4:
             low: the values of code 0, (out, groups).
         """
         stored_group = width // scale.shape[1]
-        nibbles = Nibbles.fitting(bits, stored_group)
+        nibbles = Nibbles.fitting(bits, stored_group, words.device.type)
         assert nibbles is not None
         repeats = stored_group // nibbles.group
         terms = nibbles.terms(
@@ -206,24 +240,34 @@ class Int4:
         if words.device.type == "cuda":
             split = nibbles.split(unpack_codes(words, bits, width))
             return cls(tiles.tiled(split), terms, nibbles)
+        in_order = torch.ops.aten._convert_weight_to_int4pack_for_cpu
         packed = words.new_empty(len(words), nibbles.count * width // 2, dtype=torch.uint8)
+        shared = words.new_empty(len(words), nibbles.shared * width // 8, dtype=torch.uint8)
         for rows in tiles_of(len(words), width):
-            split = nibbles.split(unpack_codes(words[rows], bits, width))
-            packed[rows] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(split.int(), 1)
-        return cls(packed, terms, nibbles)
+            codes = unpack_codes(words[rows], bits, width)
+            packed[rows] = in_order(nibbles.split(codes).int(), 1)
+            if nibbles.shared:
+                shared[rows] = in_order(nibbles.share(codes).int(), 1)
+        return cls(packed, terms, nibbles, shared if nibbles.shared else None)
+
+    @property
+    def bytes(self) -> int:
+        """The memory of codes and terms."""
+        shared = 0 if self.shared is None else self.shared.nbytes
+        return self.codes.nbytes + shared + self.terms.nbytes
 
     def words(self) -> Tensor:
         """The packed codes that `of` was given."""
         parts = []
         for rows in self._few_rows():
+            shared = None
             if self.codes.is_cuda:
                 nibbles = tiles.rows_of(self.codes, rows)
             else:
-                octets = self.codes[rows]
-                columns = torch.empty(2 * octets.shape[1], len(octets), dtype=torch.uint8)
-                write_nibbles(octets, columns)
-                nibbles = columns.T.contiguous()
-            parts.append(pack_codes(self.nibbles.join(nibbles), self.nibbles.bits))
+                nibbles = columns_of(self.codes[rows]).T.contiguous()
+            if self.shared is not None:
+                shared = columns_of(self.shared[rows]).T.contiguous()
+            parts.append(pack_codes(self.nibbles.join(nibbles, shared), self.nibbles.bits))
         return torch.cat(parts)
 
     def _few_rows(self) -> Iterator[slice]:
@@ -238,13 +282,24 @@ class Int4:
     def codes_of_rows(self, rows: Tensor) -> Tensor:
         """The codes of some rows: indices (rows,) → uint8 (rows, in)."""
         select = tiles.rows_of if self.codes.is_cuda else nibbles_of_rows
-        return self.nibbles.join(select(self.codes, rows))
+        shared = None if self.shared is None else nibbles_of_rows(self.shared, rows)
+        return self.nibbles.join(select(self.codes, rows), shared)
+
+    @functools.cached_property
+    def high(self) -> HighArrays | None:
+        """The high bits that share nibbles, for a few tokens."""
+        if self.shared is None:
+            return None
+        return HighArrays(self.shared, self.terms, self.nibbles.group, self.nibbles.shared)
 
     def few_product(self, x: Tensor) -> Tensor:
         """x Sᵀ for a few tokens on a CPU: (tokens, in) → (tokens, out), bfloat16."""
         nibbles = self.nibbles
         inputs = nibbles.spread(x)
-        return torch._weight_int4pack_mm_for_cpu(inputs, self.codes, nibbles.together, self.terms)
+        y = torch._weight_int4pack_mm_for_cpu(inputs, self.codes, nibbles.together, self.terms)
+        if self.high is not None:
+            self.high.add(inputs, y)
+        return y
 
     def product(
         self,
@@ -266,7 +321,7 @@ class Int4:
         if x.device.type == "cuda":
             return add_factors(self._product_on_cuda(x), x, u, v)
         multiply = linear_int4 if is_traced(x) else int4_product
-        return multiply(x, self.codes, self.terms, nibbles.bits, nibbles.group, u, v)
+        return multiply(x, self.codes, self.shared, self.terms, nibbles.bits, nibbles.group, u, v)
 
     def _product_on_cuda(self, x: Tensor) -> Tensor:
         """x Sᵀ: (tokens, in) → (tokens, out)."""
@@ -297,6 +352,7 @@ def add_factors(
 def int4_product(
     x: Tensor,
     codes: Tensor,
+    shared: Tensor | None,
     terms: Tensor,
     bits: int,
     group: int,
@@ -304,17 +360,16 @@ def int4_product(
     v: Tensor | None = None,
 ) -> Tensor:
     """`Int4.product` on a CPU, with its tensors and the fields of its nibbles."""
-    nibbles = Nibbles(bits, group)
+    nibbles = Nibbles(bits, group, 0 if shared is None else bits - 4)
+    operands = Int4(codes, terms, nibbles, shared)
     blocked = arrays.HAS_NUMBA and rows_of_block() == BLOCK
     if nibbles.count * len(x) <= (MOST_BY_NUMBA if blocked else MOST_BY_TORCH):
-        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
-        y: Tensor = multiply(nibbles.spread(x), codes, nibbles.together, terms)
-        return add_factors(y, x, u, v)
+        return add_factors(operands.few_product(x), x, u, v)
     width = x.shape[1]
     parts = []
     for rows in tiles_of(len(codes), width):
         room = room_for(rows.stop - rows.start, width, blocked)
-        fill(room, codes, terms, nibbles, rows)
+        fill(room, operands, rows)
         parts.append(room.product(x))
     y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return add_factors(y, x, u, v)
@@ -324,25 +379,21 @@ linear_int4 = as_operator("hasslefree::linear_int4", int4_product)
 linear_int4.register_fake(lambda x, codes, *_: x.new_empty(len(x), len(codes)))
 
 
-def fill(
-    room: Room,
-    codes: Tensor,
-    terms: Tensor,
-    nibbles: Nibbles,
-    rows: slice,
-) -> None:
-    """Unpack some rows of S, whole blocks or the last ones, into a room.
-
-    codes, terms, nibbles: as `Int4` has them on a CPU.
-    """
+def fill(room: Room, operands: Int4, rows: slice) -> None:
+    """Unpack some rows of S on a CPU, whole blocks or the last ones, into a room."""
+    codes = operands.codes
+    terms = operands.terms
+    nibbles = operands.nibbles
+    shared = operands.shared
     group = nibbles.group
     if isinstance(room, BlockedRoom):
         numba_kernels()  # sets the number of threads
         from hasslefree.packed.kernels.nibbles import unpack_nibbles
 
         pairs = room.values.view(torch.uint32).squeeze(-1).numpy()
-        form = (group, nibbles.count, nibbles.is_high)
-        unpack_nibbles(codes.numpy(), bits_of(terms), rows.start, *form, pairs)
+        form = (group, nibbles.count, nibbles.is_high, nibbles.shared)
+        above = (codes if shared is None else shared).numpy()
+        unpack_nibbles(codes.numpy(), above, bits_of(terms), rows.start, *form, pairs)
         return
     step = 4 * rows_of_block()  # rows that stay in the cache
     for start in range(rows.start, rows.stop, step):
@@ -356,6 +407,10 @@ def fill(
         if nibbles.is_high:
             steps = steps.add_(parts[:, 1], alpha=16)
             centre = 17 * centre
+        if shared is not None:
+            high = nibbles.high(columns_of(shared[few]).T).T.float()
+            high -= ((1 << nibbles.shared) - 1) / 2
+            steps = steps.add_(high.view(steps.shape), alpha=16)
         values = torch.addcmul(centre, steps, scale).flatten(0, 1)
         room.values[:, start - rows.start : few.stop - rows.start] = values
 
@@ -378,6 +433,16 @@ def nibbles_of_rows(packed: Tensor, rows: Tensor) -> Tensor:
     return codes >> (4 * is_high).to(torch.uint8).unsqueeze(1) & 15
 
 
+@functools.cache
+def shares_nibbles() -> bool:
+    """Whether high bits can share nibbles: the processor has the instructions, and torch's order of
+    codes is that of our kernel.
+    """
+    if not arrays.HAS_NUMBA or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    return bool(numba_kernels().WIDE)
+
+
 def rows_of_block() -> int:
     """The rows that a CPU's order of codes interleaves."""
     return BLOCKS[torch.backends.cpu.get_cpu_capability()]
@@ -392,6 +457,13 @@ def tiles_of(out: int, width: int) -> Iterator[slice]:
         yield slice(start, min(start + height, whole))
     if whole < out:
         yield slice(whole, out)
+
+
+def columns_of(octets: Tensor) -> Tensor:
+    """The nibbles of whole blocks or the last rows, uint8 (n, rows). octets: as below."""
+    columns = torch.empty(2 * octets.shape[1], len(octets), dtype=torch.uint8)
+    write_nibbles(octets, columns)
+    return columns
 
 
 def write_nibbles(octets: Tensor, nibbles: Tensor) -> None:
@@ -426,7 +498,7 @@ def obstacle(
             f" {dtype}"
         )
     group = grid.group or width
-    nibbles = Nibbles.fitting(grid.bits, group)
+    nibbles = Nibbles.fitting(grid.bits, group, device)
     if nibbles is None:
         return f"torch's operators take groups of a multiple of 16 inputs, and these have {group}"
     if device not in MULTIPLES:

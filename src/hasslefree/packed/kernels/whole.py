@@ -200,7 +200,7 @@ class Int4Kernel:
     def bytes(self) -> int:
         if self.operands is None:
             return 0
-        return self.operands.codes.nbytes + self.operands.terms.nbytes
+        return self.operands.bytes
 
     def product(self, layer: "SparseLowRankLinear", x: Tensor) -> Tensor | None:
         if layer.backend not in (None, "int4") or layer.wide_factors:
