@@ -131,6 +131,18 @@ def overfitting(content: Content) -> Iterable[Row]:
             yield {"words": words, "percent": {text: in_percent(value) for text, value in row["increase"].items()}}
 
 
+def overfitting_of(file: str, effort: str) -> Table:
+    """The table of a file."""
+    return Table(
+        file,
+        f"python benchmarks/overfitting.py MODEL TEXT… --calibration TEXT --mixture TEXT:SHARE% … --effort {effort}",
+        (("from the mixture", "{words}"), ("*", "{percent[*]:.1f} %")),
+        overfitting,
+        note="{model}, off its grid, `--size {size} --effort {effort}`, {samples} × {seqlen} tokens; perplexity "
+        "increase on {max_tokens} tokens of each text, in windows of {window}, in {dtype}. On {where}.",
+    )
+
+
 # What README offers: the goal, the row and the flags.
 SETTINGS = (
     ("closest to dense, in the size of llama.cpp's Q4_K_M", "105MB, balanced", "--size 105MB"),
@@ -206,14 +218,8 @@ TABLES: dict[str, tuple[Table, ...]] = {
     ),
     "whole_files": tuple(map(whole_files_of, (*EQUAL_FILES, "gemma-3-270m"))),
     "overfitting": (
-        Table(
-            "overfitting_SmolLM2-135M-Instruct",
-            "python benchmarks/overfitting.py MODEL TEXT… --calibration TEXT --mixture TEXT:SHARE% … --effort fast",
-            (("from the mixture", "{words}"), ("*", "{percent[*]:.1f} %")),
-            overfitting,
-            note="{model}, off its grid, `--size {size} --effort {effort}`, {samples} × {seqlen} tokens; perplexity "
-            "increase on {max_tokens} tokens of each text, in windows of {window}, in {dtype}. On {where}.",
-        ),
+        overfitting_of("overfitting_SmolLM2-135M-Instruct", "fast"),
+        overfitting_of("overfitting_balanced_SmolLM2-135M-Instruct", "balanced"),
     ),
     "frontier": (
         Table(
