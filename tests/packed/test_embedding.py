@@ -12,7 +12,8 @@ from hasslefree.core.low_rank import LowRank
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import GridError
 from hasslefree.packed.embedding import PackedEmbedding, TiedHead
-from hasslefree.packed.kernels.int4 import nibbles_of_rows, without_cpu
+from hasslefree.packed.kernels.int4 import without_cpu
+from hasslefree.packed.kernels.interleaved import interleaved, rows_of
 from hasslefree.packed.linear import use_backend
 
 GRIDS = {
@@ -102,9 +103,11 @@ def test_gradients_reach_the_scales():
 @pytest.mark.parametrize("rows", [16, 64, 80, 208])
 def test_rows_in_the_order_of_torch_s_operators(rows):
     codes = torch.randint(0, 16, (rows, 64), dtype=torch.uint8)
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+    packed = interleaved(codes)
     selected = torch.randint(0, rows, (100,))
-    assert torch.equal(nibbles_of_rows(packed, selected), codes[selected])
+    assert torch.equal(rows_of(packed, selected), codes[selected])
+    last = slice((rows - 1) // 64 * 64, rows)
+    assert torch.equal(rows_of(packed, last), codes[last])
 
 
 @pytest.mark.parametrize("grid", [None, Grid(4, 32)], ids=["values", "whole zeros"])

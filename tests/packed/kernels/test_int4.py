@@ -13,7 +13,7 @@ from hasslefree.core.factors import CodedFactors, nearest
 from hasslefree.core.grids import Quantised
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import KernelError
-from hasslefree.packed.kernels import arrays, int4, whole
+from hasslefree.packed.kernels import arrays, int4, interleaved, whole
 from hasslefree.packed.kernels.backends import Case, choose
 from hasslefree.packed.layouts import PackedGroups
 
@@ -269,7 +269,7 @@ def test_a_processor_without_the_operators_is_named_once_and_the_result_the_same
 def test_a_processor_or_torch_with_other_instructions_or_another_order(monkeypatch):
     ask = int4.without_cpu.__wrapped__
     with monkeypatch.context() as other:
-        other.setattr(int4, "BLOCKS", dict.fromkeys(int4.BLOCKS, 16))
+        other.setattr(interleaved, "BLOCKS", dict.fromkeys(interleaved.BLOCKS, 16))
         assert "in a way that is not known here; update hasslefree" in ask()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "NEON")
     assert "AVX2 or AVX-512, and torch uses NEON" in ask()

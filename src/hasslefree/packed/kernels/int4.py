@@ -24,8 +24,8 @@ and by |value − m|/256 more where scales are multiples of a unit of their row.
 the value itself would be rounded to bfloat16.
 
 The operators are fast for a few tokens. For more, some rows of S at a time are unpacked into
-bfloat16. The operators read codes in an order of their own, from which we unpack. On a CPU it is
-one block of rows after the other, input by input, two rows per byte; `tiles` has CUDA's.
+bfloat16. The operators read codes in an order of their own, from which we unpack: `interleaved` has
+a CPU's, and `tiles` CUDA's.
 """
 
 import functools
@@ -39,6 +39,13 @@ from torch.nn import functional as F
 from hasslefree.core.grids import Grid
 from hasslefree.packed.kernels import arrays, tiles
 from hasslefree.packed.kernels.arrays import HighArrays, bits_of, is_traced, numba_kernels
+from hasslefree.packed.kernels.interleaved import (
+    BLOCKS,
+    interleaved,
+    rows_of,
+    rows_of_block,
+    write_columns,
+)
 from hasslefree.packed.kernels.ops import as_operator
 from hasslefree.packed.kernels.rooms import BLOCK, BlockedRoom, Room, room_for
 from hasslefree.packed.storage import pack_codes, unpack_codes
@@ -59,8 +66,6 @@ MOST_BY_TORCH = 128
 CUDA_TOKENS = 16
 # Rows of S in bfloat16 that are unpacked together on CUDA.
 CUDA_TILE_BYTES = 64 << 20
-# The rows that a CPU's order of codes interleaves, by the instructions that torch uses.
-BLOCKS = {"AVX512": 64, "AVX2": 32}
 # Rows of S in bfloat16 that are unpacked together.
 TILE_BYTES = 4 << 20
 # The outputs and inputs of a layer are multiples of these.
@@ -240,14 +245,13 @@ class Int4:
         if words.device.type == "cuda":
             split = nibbles.split(unpack_codes(words, bits, width))
             return cls(tiles.tiled(split), terms, nibbles)
-        in_order = torch.ops.aten._convert_weight_to_int4pack_for_cpu
         packed = words.new_empty(len(words), nibbles.count * width // 2, dtype=torch.uint8)
         shared = words.new_empty(len(words), nibbles.shared * width // 8, dtype=torch.uint8)
         for rows in tiles_of(len(words), width):
             codes = unpack_codes(words[rows], bits, width)
-            packed[rows] = in_order(nibbles.split(codes).int(), 1)
+            packed[rows] = interleaved(nibbles.split(codes))
             if nibbles.shared:
-                shared[rows] = in_order(nibbles.share(codes).int(), 1)
+                shared[rows] = interleaved(nibbles.share(codes))
         return cls(packed, terms, nibbles, shared if nibbles.shared else None)
 
     @property
@@ -260,14 +264,7 @@ class Int4:
         """The packed codes that `of` was given."""
         parts = []
         for rows in self._few_rows():
-            shared = None
-            if self.codes.is_cuda:
-                nibbles = tiles.rows_of(self.codes, rows)
-            else:
-                nibbles = columns_of(self.codes[rows]).T.contiguous()
-            if self.shared is not None:
-                shared = columns_of(self.shared[rows]).T.contiguous()
-            parts.append(pack_codes(self.nibbles.join(nibbles, shared), self.nibbles.bits))
+            parts.append(pack_codes(self.codes_of_rows(rows), self.nibbles.bits))
         return torch.cat(parts)
 
     def _few_rows(self) -> Iterator[slice]:
@@ -279,10 +276,10 @@ class Int4:
         height = max(1, CUDA_TILE_BYTES // (2 * width * tiles.ROWS)) * tiles.ROWS
         return (slice(start, min(start + height, out)) for start in range(0, out, height))
 
-    def codes_of_rows(self, rows: Tensor) -> Tensor:
-        """The codes of some rows: indices (rows,) → uint8 (rows, in)."""
-        select = tiles.rows_of if self.codes.is_cuda else nibbles_of_rows
-        shared = None if self.shared is None else nibbles_of_rows(self.shared, rows)
+    def codes_of_rows(self, rows: Tensor | slice) -> Tensor:
+        """The codes of some rows, uint8 (rows, in). rows: indices (rows,), or of `_few_rows`."""
+        select = tiles.rows_of if self.codes.is_cuda else rows_of
+        shared = None if self.shared is None else rows_of(self.shared, rows)
         return self.nibbles.join(select(self.codes, rows), shared)
 
     @functools.cached_property
@@ -400,7 +397,7 @@ def fill(room: Room, operands: Int4, rows: slice) -> None:
         few = slice(start, min(start + step, rows.stop))
         count = few.stop - start
         parts = torch.empty(2 * codes.shape[1], count)
-        write_nibbles(codes[few], parts)
+        write_columns(codes[few], parts)
         parts = parts.sub_(ZERO).view(-1, nibbles.count, group, count)
         steps = parts[:, 0]
         scale, centre = terms[:, few].float().permute(2, 0, 1).unsqueeze(2)
@@ -408,29 +405,11 @@ def fill(room: Room, operands: Int4, rows: slice) -> None:
             steps = steps.add_(parts[:, 1], alpha=16)
             centre = 17 * centre
         if shared is not None:
-            high = nibbles.high(columns_of(shared[few]).T).T.float()
+            high = nibbles.high(rows_of(shared, few)).T.float()
             high -= ((1 << nibbles.shared) - 1) / 2
             steps = steps.add_(high.view(steps.shape), alpha=16)
         values = torch.addcmul(centre, steps, scale).flatten(0, 1)
         room.values[:, start - rows.start : few.stop - rows.start] = values
-
-
-def nibbles_of_rows(packed: Tensor, rows: Tensor) -> Tensor:
-    """The nibbles of some rows, uint8 (rows, n), of uint8 (out, n/2) in a CPU's order."""
-    out, octets = packed.shape
-    block = rows_of_block()
-    whole = out - out % block
-    in_block = rows < whole
-    # The rows from `whole` on are one block, in which neighbouring rows share a byte.
-    first = torch.where(in_block, rows - rows % block, whole)
-    half = torch.where(in_block, block // 2, (out - whole) // 2)
-    row = rows - first
-    column = torch.where(in_block, row % (block // 2), row // 2)
-    is_high = torch.where(in_block, row // (block // 2), row % 2)
-    start = first * octets + column
-    inputs = torch.arange(2 * octets, device=packed.device)
-    codes = packed.flatten()[start.unsqueeze(1) + half.unsqueeze(1) * inputs]
-    return codes >> (4 * is_high).to(torch.uint8).unsqueeze(1) & 15
 
 
 @functools.cache
@@ -443,11 +422,6 @@ def shares_nibbles() -> bool:
     return bool(numba_kernels().WIDE)
 
 
-def rows_of_block() -> int:
-    """The rows that a CPU's order of codes interleaves."""
-    return BLOCKS[torch.backends.cpu.get_cpu_capability()]
-
-
 def tiles_of(out: int, width: int) -> Iterator[slice]:
     """Divide the rows of S into tiles: whole blocks of a CPU's order, and the rest."""
     block = rows_of_block()
@@ -457,29 +431,6 @@ def tiles_of(out: int, width: int) -> Iterator[slice]:
         yield slice(start, min(start + height, whole))
     if whole < out:
         yield slice(whole, out)
-
-
-def columns_of(octets: Tensor) -> Tensor:
-    """The nibbles of whole blocks or the last rows, uint8 (n, rows). octets: as below."""
-    columns = torch.empty(2 * octets.shape[1], len(octets), dtype=torch.uint8)
-    write_nibbles(octets, columns)
-    return columns
-
-
-def write_nibbles(octets: Tensor, nibbles: Tensor) -> None:
-    """Write the nibbles of whole blocks or the last rows into (n, rows) of any dtype.
-
-    octets: uint8 (rows, n/2), in a CPU's order.
-    """
-    width, count = nibbles.shape
-    block = rows_of_block()
-    if count % block:  # neighbouring rows share a byte
-        halves = nibbles.view(width, 1, -1, 2).permute(1, 3, 0, 2)
-    else:  # the rows of the first and the second half of a block
-        halves = nibbles.view(width, -1, 2, block // 2).permute(1, 2, 0, 3)
-    octets = octets.reshape(len(halves), width, -1)
-    halves[:, 0] = octets & 15
-    halves[:, 1] = octets >> 4
 
 
 def obstacle(
