@@ -107,7 +107,7 @@ def two_four() -> Any:
         groups[group].append(Point(minutes, increase, label, filled=bool(coded)))
     axes.margins(x=0.15)
     note = f"{MODEL}, 2:4, in 1.217 bytes a weight; bars: range of draws"
-    title = "Twice the rank in 8 bits loses a third less, in the same bytes and minutes"
+    title = "Twice the rank in 8 bits loses 40 % less, in the same bytes and minutes"
     names = title, note, "CPU minutes of the whole compression", LOSS
     ticks = [5, 10, 20, 30, 60]
     chart(axes, groups, names, joined=groups, letters=9, xscale="log", xticks=ticks, ylim=(0, 105))

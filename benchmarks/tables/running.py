@@ -69,7 +69,7 @@ def inference(content: Content) -> Iterable[Row]:
 # Of each result file, the flags of the folders by their model. Prompts ran otherwise at the time of the last one.
 WRITERS = {
     "generation_quantised": {
-        "smollm2": "SmolLM2-135M: `--size 5.2bits`",
+        "SmolLM2-135M-Instruct": "SmolLM2-135M: `--size 5.2bits`",
         "Qwen2.5-Coder-0.5B-Instruct": "Qwen2.5-Coder-0.5B: `--size 5.2bits`",
         "random": "Llama-3.2-1B, random: 5 bits everywhere",
     },
