@@ -103,10 +103,10 @@ def two_four() -> Any:
         axes.vlines(minutes, in_percent(min(gaps)), in_percent(max(gaps)), color=HASSLEFREE.colour, linewidth=3)
         effort, _, coded = name.partition(", ")
         group = "rank 30 in 8 bits" if coded else "rank 16"
-        label = "--minutes 60" if name == "an hour" else f"--effort {effort}"
+        label = f"{'60 minutes' if name == 'an hour' else effort}, {group}"
         groups[group].append(Point(minutes, increase, label, filled=bool(coded)))
     axes.margins(x=0.15)
-    note = f"{MODEL}, 2:4, in 1.217 bytes a weight; bars: range of draws"
+    note = f"{MODEL}, 2:4, in 1.22 bytes a weight; bars: range of draws"
     title = "Twice the rank in 8 bits loses 40 % less, in the same bytes and minutes"
     names = title, note, "CPU minutes of the whole compression", LOSS
     ticks = [5, 10, 20, 30, 60]
