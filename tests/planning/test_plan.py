@@ -161,7 +161,7 @@ def test_inputs_without_a_smaller_divisor_get_a_larger_group(width, group):
 
 
 def test_llama_cpp_s_types_follow_the_length_of_rows():
-    """The best uniform plan of 5.2 bits: Q5_K and Q5_0 take 5.5, Q4_K and Q4_0 take 4.5."""
+    """The best uniform plan of 5.2 bits: Q6_K and Q8_0 take more, Q4_K and Q4_0 take 4.5."""
     model = build("llama", hidden_size=64, intermediate_size=256)
     _, plan = layers_of(model, engine="llama.cpp", size="5.2bits")
     assert {layer.shape[1]: block_of(layer.grid) for layer in plan.values()} == {64: "Q4_0", 256: "Q4_K"}

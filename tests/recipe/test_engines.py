@@ -49,7 +49,8 @@ def test_the_smallest_block_that_has_every_value_is_taken(grid):
 def test_a_layer_takes_the_bytes_of_its_type(name):
     """Oracle: the package gguf."""
     gguf = pytest.importorskip("gguf")
-    grids = {block_of(grid): grid for grid in (*types_for(256), *types_for(32))}
+    simple = [Grid(bits, 32, symmetric=not offset, offset=offset) for bits in (4, 5, 8) for offset in (False, True)]
+    grids = {block_of(grid): grid for grid in (*K_TYPES.values(), *simple)}
     entries, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
     # Rows of eight blocks, so that no word of 32 bits is filled up.
     spec = LayerSpec("dense", (3, 8 * entries), 0, 24 * entries, grids[name])
@@ -62,6 +63,7 @@ def test_types_follow_the_length_of_rows():
         assert all(ENGINES["llama.cpp"].holds(grid) and width % (grid.block or 32) == 0 for grid in types)
         sizes = [LayerSpec("dense", (1, 9 * width), 0, 9 * width, grid).bytes(torch.bfloat16) for grid in types]
         assert sizes == sorted(sizes)
+        assert not {"Q4_1", "Q5_1", "Q5_K"} & {block_of(grid) for grid in types}
         for grid in types_for(256):
             assert type_like(grid, width) in types
             assert type_like(grid, width).bits >= grid.bits
