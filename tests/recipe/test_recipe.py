@@ -236,7 +236,7 @@ def test_a_file_that_is_no_text(tmp_path):
         ({"rank": 4, "method": "joint-grid"},
          {"effort": "balanced", "offset": True, "allocate": "uniform", "match_predictions": 49_152, "rounds": 20}),
         ({"rank": 4, "method": "joint-grid", "symmetric": True}, {"offset": None}),
-        # A grid or an engine stands for a method that quantises, unless the pattern prunes.
+        # A grid stands for a method that quantises, and so do a size and an engine, unless the pattern prunes.
         ({"bits": 4}, {"method": "joint-grid", "size": "5.2bits", "pattern": "dense"}),
         ({"bits": 4, "rank": 8}, {"method": "joint-grid", "size": None}),
         ({"bits": 6, "pattern": "2:4", "rank": 8}, {"method": "joint-grid", "size": None}),

@@ -168,8 +168,10 @@ class CodedFactorsKernel:
             return
         if u.numel() + v.numel() > MAX_FACTORS:
             return
+        if not values.is_contiguous() or not layer.index.is_contiguous():
+            return
         scales = parameters["low_rank_u_scale"], parameters["low_rank_v_scale"]
-        self.sparse = LayerArrays(values.contiguous(), layer.index.contiguous(), None, None, None)
+        self.sparse = LayerArrays(values, layer.index, None, None, None)
         self.factors = FactorArrays(u, v, *scales, parameters["bias"])
 
     def release(self, layer: "SparseLowRankLinear") -> None:

@@ -81,8 +81,7 @@ class JointOnGrid(Method):
     and it remains to put S on the grid in the norm of H: by GPTQ's sweep, with the support known,
     and then by coordinate descent on codes, scales and offsets (`solve.grid_descent`). L is the
     exact fit to W − S'. If the pattern keeps everything, or the support is known, the turns begin
-    with the exact fit to W.
-    The best turn is kept.
+    with the exact fit to W. The best turn is kept.
 
     The next L repairs whatever S loses in r directions. In the place of H, the steps on S therefore
     use a norm in which these directions count little (ProjQ, arXiv 2606.00494),
