@@ -63,10 +63,7 @@ def check_factor_bits(bits: int | None, rank: int | None = None) -> None:
         BudgetError: bits for rank 0.
     """
     if bits not in (None, BITS):
-        raise GridError(
-            f"factor_bits must be {BITS}, got {bits}; leave it out to keep the factors in the"
-            " model's dtype"
-        )
+        raise GridError(f"factor_bits must be {BITS}, got {bits}; leave it out for the default")
     if bits is not None and rank == 0:
         raise BudgetError(
             "factor_bits quantises the factors of L, and with rank 0 there are none; give a rank,"
