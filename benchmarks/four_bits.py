@@ -1,15 +1,17 @@
 """A quantised S with and without L, against other programs that quantise: perplexity of every text by bytes.
 
-    python benchmarks/four_bits.py MODEL TEXT… --calibration FILE [--rows NAME …] [--seen TEXT …] [--shared]
-        [--llama FOLDER --converter FOLDER [--work FOLDER]] [--programs llm-compressor=PYTHON AutoRound=PYTHON]
+    python benchmarks/four_bits.py MODEL TEXT… --calibration FILE [--mixture TEXT:SHARE% …] [--rows NAME …]
+        [--seen TEXT …] [--shared] [--llama FOLDER --converter FOLDER [--work FOLDER]]
+        [--programs llm-compressor=PYTHON AutoRound=PYTHON]
     python benchmarks/four_bits.py MODEL TEXT… --calibration FILE --rows
 
 MODEL is what benchmarks/off_grid.py wrote: on a model that had been quantised before, the grids of some rows are those
 that its weights lie on already. TEXT… is the folder of texts, for all kinds of harness/texts.py, or some of them. Each
 row holds the perplexity of each text, the increase of its logarithm, and the mean and the worst of the increase on
-texts of another kind than was calibrated on, which --seen names. It is written as soon as it is measured; rows that the
-output file already holds are kept. Without --rows, all of ours are measured, and those of every program that was given.
-benchmarks/pictures.py draws them.
+texts of another kind than was calibrated on, which --seen names. Rows whose name ends in "mixture" are calibrated on
+the texts of --mixture instead, which have shares; if one of them is `python`, the text `code` counts as seen. A row is
+written as soon as it is measured; rows that the output file already holds are kept. Without --rows, all of ours are
+measured, and those of every program that was given. benchmarks/pictures.py draws them.
 
 Rows of llama.cpp are made by its library in the folder --llama (harness/llama.py), with an importance matrix of the
 same calibration segments ("matrix") and without; the better one is what to compare with. All matrices of their files
@@ -109,6 +111,10 @@ OURS: Rows = {
     ),
     "4 bits alone, GPTQ": Spec(ON_GRID | {"method": "gptq", "pattern": "dense", "bits": 4, "rank": 0}),
 }
+MIXED: Rows = {
+    f"{name}, mixture": Spec(OURS[name].settings | {"mixed": True})
+    for name in ("105MB, balanced", "398MB, fast", "398MB, balanced", "247MB, fast", "5.2bits, balanced")
+}
 LLAMA_CPP = ("Q4_K_M", "Q5_K_M", "IQ4_XS", "Q3_K_M", "IQ3_M", "Q6_K", "Q8_0")
 AUTO_ROUND = {"bits": 4, "group_size": 64, "sym": False, "iters": 200}
 RIVALS: Rows = {
@@ -123,7 +129,7 @@ RIVALS: Rows = {
     "AutoRound, 200 iterations, 4 bits": Spec(AUTO_ROUND, "AutoRound"),
     "AutoRound, 200 iterations, extended, 4 bits": Spec(AUTO_ROUND | {"enable_alg_ext": True}, "AutoRound"),
 }
-ROWS: Rows = OURS | RIVALS
+ROWS: Rows = OURS | MIXED | RIVALS
 
 
 def needs_llama(spec: Spec) -> bool:
@@ -204,6 +210,8 @@ def row(
     else:
         exported = partial(llama.exported, programs.llama, measurement.model) if needs_llama(spec) else None
         found = real_model.row(measurement, spec.settings, None, 0, timed, exported=exported)
+    if spec.settings.get("mixed") and "python" in str(measurement.mixture):
+        seen = [*seen, "code"]
     found |= models.increases(found["perplexity"], dense, seen)
     gap = round(models.gap(found["perplexity"], dense), 4)
     return {"program": spec.program, "settings": spec.settings} | found | {"gap": gap}

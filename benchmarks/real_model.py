@@ -94,6 +94,7 @@ TWO_FOUR: dict[str, dict[str, Any]] = {
     "balanced": EFFORTS["balanced"],
     "best": EFFORTS["best"],
     "an hour": SETTING | {"minutes": 60},
+    "an hour, 8-bit factors, mixture": CODED | {"minutes": 60, "mixed": True},
     **{name: RIVALS[name] for name in ("sparsegpt", "oats", "3basil")},
 }
 # The last one's divergences are measured, not estimated.
@@ -125,7 +126,8 @@ def row(
     """Compress, and measure.
 
     Args:
-        fields: of the recipe, and whether outputs are weighted; None for the dense model.
+        fields: of the recipe, whether outputs are "weighted", and whether it reads the "mixed" text; None for the
+            dense model.
         exported: what to add to the row of a compressed folder.
         threads: None for those of this process.
     """
@@ -138,6 +140,9 @@ def row(
         "processor": machine()["processor"],
         "threads": torch.get_num_threads(),
     }
+    if fields is not None and fields.pop("mixed", False):
+        fields["calibration"] = list(measurement.mixture)
+        found["calibration"] = [Path(text).name for text in measurement.mixture]
     with tempfile.TemporaryDirectory() as scratch:
         folder = measurement.model if fields is None else f"{scratch}/out"
         if fields is not None:

@@ -44,6 +44,7 @@ class Measurement:
     """The model, and what is the same for all of its rows.
 
     Args:
+        mixture: other texts with shares, for the rows that ask for them.
         max_tokens: only the first tokens of each text. window: tokens of its windows; None for seqlen.
         dtype: in which the models are evaluated; "auto" for that in which one is stored.
     """
@@ -57,11 +58,13 @@ class Measurement:
     seed: int = 0
     window: int | None = None
     dtype: str = "auto"
+    mixture: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Measurement:
         names = [field.name for field in dataclasses.fields(cls) if hasattr(args, field.name)]
-        return cls(**{name: getattr(args, name) for name in names} | {"texts": kinds.listed(args.texts)})
+        given = {name: getattr(args, name) for name in names}
+        return cls(**given | {"texts": kinds.listed(args.texts), "mixture": tuple(args.mixture)})
 
     def recipe(self, **fields: Any) -> Recipe:
         given: dict[str, Any] = {"calibration": self.calibration, "samples": self.samples, "seqlen": self.seqlen}
@@ -93,6 +96,7 @@ def options(max_tokens: int) -> argparse.ArgumentParser:
     parser.add_argument("model")
     parser.add_argument("texts", nargs="+")
     parser.add_argument("--calibration", required=True)
+    parser.add_argument("--mixture", nargs="+", default=[], metavar="TEXT", help="for rows of its name")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seqlen", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=max_tokens)
