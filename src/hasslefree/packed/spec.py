@@ -12,7 +12,7 @@ from hasslefree.core.factors import factor_tensors
 from hasslefree.core.gram import working_dtype
 from hasslefree.core.grids import Grid
 from hasslefree.packed.layouts import Layout, layout_of
-from hasslefree.packed.storage import unpack_codes, words_for
+from hasslefree.packed.storage import pack_codes, unpack_codes, words_for
 from hasslefree.validation import Count, Positive
 
 # Tensors by name, with their shapes and dtypes; None is the model's dtype.
@@ -124,32 +124,52 @@ class LayerSpec:
 
         Gradients flow to the values, or to the scales and offsets or their units.
         """
+        if self.grid is not None:
+            return self.values(self.codes(tensors), tensors)
         layout = self.layout
-        index = tensors[layout.index]
-        width = self.shape[1]
-        if self.grid is None:
-            return layout.unpack(tensors["values"], index, width)
-        stored, _ = layout.shapes(self.shape, self.nonzeros)
-        codes = unpack_codes(tensors["weight_packed"], self.grid.bits, stored[-1])
-        return self.values(codes, tensors)
+        return layout.unpack(tensors["values"], tensors[layout.index], self.shape[1])
+
+    def codes(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The codes of an S on a grid, uint8 (out, in); where none is stored, the group's zero."""
+        assert self.grid is not None
+        stored = unpack_codes(tensors["weight_packed"], self.grid.bits, self._stored_shape()[-1])
+        if self.nonzeros == self.dense_parameters:
+            return stored.view(self.shape)
+        groups = self.grid.groups(self.shape[1])
+        zeros = self.zeros(tensors).to(torch.uint8)
+        codes = zeros.repeat_interleave(self.shape[1] // groups, 1)
+        return codes.masked_scatter_(self._support(tensors[self.layout.index]), stored)
+
+    def pack(self, codes: Tensor, index: Tensor) -> Tensor:
+        """The tensor `weight_packed` of which `codes` made these codes, uint8 (out, in).
+
+        Args:
+            index: the positions of the stored ones.
+        """
+        assert self.grid is not None
+        if self.nonzeros < self.dense_parameters:
+            codes = codes.masked_select(self._support(index))
+        return pack_codes(codes.view(self._stored_shape()), self.grid.bits)
+
+    def _stored_shape(self) -> tuple[int, ...]:
+        """The shape of the stored values or codes."""
+        return self.layout.shapes(self.shape, self.nonzeros)[0]
+
+    def _support(self, index: Tensor) -> Tensor:
+        """Where values are stored: bool (out, in)."""
+        ones = torch.ones(self._stored_shape(), dtype=torch.uint8, device=index.device)
+        return self.layout.unpack(ones, index, self.shape[1]).bool()
 
     def values(self, codes: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         """`unpack` for an S on a grid whose codes are unpacked."""
         assert self.grid is not None
-        layout = self.layout
-        index = tensors[layout.index]
-        width = self.shape[1]
-        dtype = tensors["weight_scale"].dtype
         scale = self.scales(tensors).unsqueeze(-1)
-        groups = scale.shape[:2]
-        if self.grid.offset:  # every entry has a code
-            steps = codes.view(*groups, -1).to(scale.dtype)
+        steps = codes.view(*scale.shape[:2], -1).to(scale.dtype)
+        if self.grid.offset:
             values = torch.addcmul(self.offsets(tensors).unsqueeze(-1), steps, scale)
-            return values.to(dtype).view(self.shape)
-        steps = layout.unpack(codes.short() + 1, index, width).view(*groups, -1)  # 0: not stored
-        zeros = self.zeros(tensors).unsqueeze(-1)
-        steps = torch.where(steps > 0, steps - 1 - zeros, 0)
-        return (steps.to(scale.dtype) * scale).to(dtype).view(self.shape)
+        else:
+            values = (steps - self.zeros(tensors).unsqueeze(-1)) * scale
+        return values.to(tensors["weight_scale"].dtype).view(self.shape)
 
     def scales(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The scale of each group, (out, groups) in the working dtype, with gradients."""

@@ -59,13 +59,13 @@ def plan_summary(setup: Setup) -> dict[str, Any]:
 
 
 def bytes_to_run(setup: Setup) -> int:
-    """The weights of the result in memory: codes of a complete S in bfloat16 are held as torch's
-    int4 operators read them, everything else as in the file.
+    """The weights of the result in memory: codes of S are held as torch's int4 operators read them
+    if the model is in bfloat16, those of pruned entries too, and everything else as in the file.
     """
     held = weights_on_disk(setup.model, setup.plan)
     for matrix in setup.plan.matrices:
         out, width = matrix.shape
-        if matrix.grid is None or matrix.pattern != "dense" or matrix.dtype != torch.bfloat16:
+        if matrix.grid is None or matrix.dtype != torch.bfloat16:
             continue
         group = matrix.grid.group or width
         nibbles = Nibbles.fitting(matrix.grid.bits, group, setup.device.type)

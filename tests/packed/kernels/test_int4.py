@@ -35,7 +35,20 @@ KINDS = [
 pytestmark = pytest.mark.skipif(int4.without_cpu() is not None, reason=str(int4.without_cpu()))
 
 
-def layer_of(grid=OFFSETS, out=112, width=192, rank=3, bias=True, dtype=torch.bfloat16, coded=False):
+def pruned(weight, pattern):
+    """A matrix of this pattern, some of whose kept entries may be zeros."""
+    if pattern == "dense":
+        return weight
+    if pattern == "structured":
+        return weight * (torch.arange(weight.shape[1]) % 3 > 0)
+    if pattern == "row":
+        return weight * (weight > 0)
+    n, m = map(int, pattern.split(":"))
+    groups = weight.unflatten(1, (-1, m))
+    return groups.where(groups.argsort(-1).argsort(-1) < n, 0).flatten(1)
+
+
+def layer_of(grid=OFFSETS, out=112, width=192, rank=3, bias=True, dtype=torch.bfloat16, coded=False, pattern="dense"):
     """A layer, and its matrix S + u v and bias in float64, from the codes and factors that it was made of."""
     generator = torch.Generator().manual_seed(0)
 
@@ -43,13 +56,14 @@ def layer_of(grid=OFFSETS, out=112, width=192, rank=3, bias=True, dtype=torch.bf
         return torch.randn(shape, generator=generator).to(dtype)
 
     weight, u, v, b = normal(out, width).float(), normal(out, rank), normal(rank, width), normal(out)
+    weight = pruned(weight, pattern)
     scaling = grid.scaling(weight)
     quantised = Quantised.of(scaling.nearest(weight), scaling, dtype)
     factors = CodedFactors(nearest(u, dtype), nearest(v, dtype)) if coded else None
     if factors:
         u, v = factors.u.values(), factors.v.values()
     result = Decomposition(quantised.values(), LowRank(u, v), 0.0, 0.0, (), quantised=quantised, factors=factors)
-    layer = SparseLowRankLinear.from_decomposition(result, b if bias else None, "dense")
+    layer = SparseLowRankLinear.from_decomposition(result, b if bias else None, pattern)
     scale, zero = (t.double().repeat_interleave(width // t.shape[1], 1) for t in (scaling.scale, scaling.zero))
     codes = quantised.codes.double()
     sparse = codes * scale + zero if grid.offset else (codes - zero) * scale
@@ -115,6 +129,20 @@ def test_inputs_of_any_strides_and_several_tiles(tokens, monkeypatch):
     layer, matrix, b = layer_of(out=208)
     x = torch.randn(tokens, 400).bfloat16()[:, ::2][:, 4:196]
     assert close(layer(x), F.linear(x.double(), matrix, b))
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "5:8", "row", "structured"])
+@pytest.mark.parametrize("grid", [Grid(4, 32), Grid(6, 32, symmetric=True, scale_bits=6), Grid(8, 64)], ids=str)
+def test_a_pruned_matrix_gets_the_codes_of_its_zeros(grid, pattern):
+    """Oracle: float64. What is released is what was stored, to the bit."""
+    layer, matrix, b = layer_of(grid, pattern=pattern, coded=True)
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    for tokens in (1, 40):
+        x = torch.randn(tokens, 192).bfloat16()
+        assert close(layer(x), F.linear(x.double(), matrix, b))
+    assert layer.weight_packed is None
+    after = layer.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
@@ -233,8 +261,7 @@ def case(**changes):
         ({"grid": Grid(4, 24)}, "dense", "a multiple of 16 inputs, and these have 24; use dense or unpacked"),
         ({"shape": (60, 128), "device": "cuda"}, "dense", "on cuda, torch's operators take a multiple of 8 outputs"),
         ({"shape": (72, 128)}, "dense", "a multiple of 16 outputs, and the layer has 72"),
-        ({"layout": PackedGroups(2, 4)}, "dense", "pattern dense"),
-        ({"grid": None}, "numba", "pattern dense"),
+        ({"grid": None}, "numba", "as quantised codes, which `bits` gives"),
         ({"grad": True}, "dense", "no gradients"),
         ({"device": "mps"}, "dense", "on a CPU and on CUDA"),
     ],

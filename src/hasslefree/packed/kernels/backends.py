@@ -13,7 +13,7 @@ from hasslefree.core.grids import Grid
 from hasslefree.errors import KernelError, UnknownNameError
 from hasslefree.packed.kernels import int4
 from hasslefree.packed.kernels.arrays import HAS_NUMBA as HAS_NUMBA
-from hasslefree.packed.layouts import Columns, Layout, PackedGroups
+from hasslefree.packed.layouts import Columns, Layout
 
 NO_CODES = "S is stored as quantised codes, which it cannot read; use int4, dense or unpacked"
 NO_GRADIENTS = "it computes no gradients; use dense, or torch.no_grad()"
@@ -99,9 +99,8 @@ def _numba(case: Case) -> str | None:
 
 
 def _int4(case: Case) -> str | None:
-    is_complete = isinstance(case.layout, PackedGroups) and case.layout.n == case.layout.m
-    if case.grid is None or not is_complete:
-        return "it takes a complete S as quantised codes, pattern dense; use numba or dense"
+    if case.grid is None:
+        return "it takes S as quantised codes, which `bits` gives; use numba or dense"
     if case.grad:
         return NO_GRADIENTS
     obstacle = int4.obstacle(case.device, case.dtype, case.grid, case.shape)

@@ -1,4 +1,4 @@
-"""x Sᵀ for a complete S in codes of 2 to 8 bits, by torch's own operators for codes of four bits,
+"""x Sᵀ for an S in codes of 2 to 8 bits, by torch's own operators for codes of four bits,
 which compute with bfloat16
 
     (nibble − 8)·scale_g + centre_g,    g: one of the groups of 32, 64, 128 or 256 inputs of a row.
@@ -48,7 +48,6 @@ from hasslefree.packed.kernels.interleaved import (
 )
 from hasslefree.packed.kernels.ops import as_operator
 from hasslefree.packed.kernels.rooms import BLOCK, BlockedRoom, Room, room_for
-from hasslefree.packed.storage import pack_codes, unpack_codes
 
 # The groups of nibbles that the operators take.
 GROUPS = (256, 128, 64, 32)
@@ -220,38 +219,35 @@ class Int4:
     @classmethod
     def of(
         cls,
-        words: Tensor,
+        codes: Tensor,
         bits: int,
-        width: int,
         scale: Tensor,
         low: Tensor,
     ) -> "Int4":
         """Bring codes into the order of the operators.
 
         Args:
-            words: the packed codes, int32 (out, words).
+            codes: uint8 (out, in).
             bits: of a code.
-            width: the inputs of S.
             scale: (out, groups).
             low: the values of code 0, (out, groups).
         """
+        out, width = codes.shape
         stored_group = width // scale.shape[1]
-        nibbles = Nibbles.fitting(bits, stored_group, words.device.type)
+        nibbles = Nibbles.fitting(bits, stored_group, codes.device.type)
         assert nibbles is not None
         repeats = stored_group // nibbles.group
         terms = nibbles.terms(
             scale.float().repeat_interleave(repeats, 1), low.float().repeat_interleave(repeats, 1)
         )
-        if words.device.type == "cuda":
-            split = nibbles.split(unpack_codes(words, bits, width))
-            return cls(tiles.tiled(split), terms, nibbles)
-        packed = words.new_empty(len(words), nibbles.count * width // 2, dtype=torch.uint8)
-        shared = words.new_empty(len(words), nibbles.shared * width // 8, dtype=torch.uint8)
-        for rows in tiles_of(len(words), width):
-            codes = unpack_codes(words[rows], bits, width)
-            packed[rows] = interleaved(nibbles.split(codes))
+        if codes.device.type == "cuda":
+            return cls(tiles.tiled(nibbles.split(codes)), terms, nibbles)
+        packed = codes.new_empty(out, nibbles.count * width // 2)
+        shared = codes.new_empty(out, nibbles.shared * width // 8)
+        for rows in tiles_of(out, width):
+            packed[rows] = interleaved(nibbles.split(codes[rows]))
             if nibbles.shared:
-                shared[rows] = interleaved(nibbles.share(codes))
+                shared[rows] = interleaved(nibbles.share(codes[rows]))
         return cls(packed, terms, nibbles, shared if nibbles.shared else None)
 
     @property
@@ -260,12 +256,9 @@ class Int4:
         shared = 0 if self.shared is None else self.shared.nbytes
         return self.codes.nbytes + shared + self.terms.nbytes
 
-    def words(self) -> Tensor:
-        """The packed codes that `of` was given."""
-        parts = []
-        for rows in self._few_rows():
-            parts.append(pack_codes(self.codes_of_rows(rows), self.nibbles.bits))
-        return torch.cat(parts)
+    def all_codes(self) -> Tensor:
+        """The codes that `of` was given."""
+        return torch.cat([self.codes_of_rows(rows) for rows in self._few_rows()])
 
     def _few_rows(self) -> Iterator[slice]:
         """Rows that are unpacked together, one slice after the other."""
@@ -439,9 +432,7 @@ def obstacle(
     grid: Grid,
     shape: tuple[int, int],
 ) -> str | None:
-    """Say why the operators cannot multiply a complete S (out, in) on this grid; None if they
-    can.
-    """
+    """Say why the operators cannot multiply an S (out, in) on this grid; None if they can."""
     out, width = shape
     if dtype != torch.bfloat16:
         return (
@@ -493,9 +484,10 @@ def without_cpu() -> str | None:
 
 def unknown_order(device: torch.device) -> str | None:
     """Try the order of codes on a device: say that it is not the one known here; None if it is."""
-    words = torch.arange(80 * 4, dtype=torch.int32, device=device).view(80, 4) * 0x12345679
+    numbers = torch.arange(80 * 32, device=device).view(80, 32)
+    codes = (numbers * 0x9E3779B1 >> 20 & 15).to(torch.uint8)
     ones = torch.ones(80, 1, device=device)
-    if torch.equal(Int4.of(words, 4, 32, ones, ones).words(), words):
+    if torch.equal(Int4.of(codes, 4, ones, ones).all_codes(), codes):
         return None
     return (
         f"torch {torch.__version__} orders codes of 4 bits in a way that is not known here; update"

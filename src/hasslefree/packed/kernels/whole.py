@@ -45,11 +45,9 @@ class Kernel(Protocol):
 def kernel_for(spec: LayerSpec) -> Kernel:
     """The kernel of a layer."""
     layout = spec.layout
-    if not isinstance(layout, PackedGroups):
-        return NoKernel()
-    if spec.grid is not None and layout.n == layout.m:
-        return Int4Kernel()
     if spec.grid is not None:
+        return Int4Kernel()
+    if not isinstance(layout, PackedGroups):
         return NoKernel()
     if spec.factor_bits is None:
         return GroupsKernel()
@@ -181,7 +179,7 @@ class CodedFactorsKernel:
 
 
 class Int4Kernel:
-    """The backend `int4`: a complete S on a grid.
+    """The backend `int4`: an S on a grid, whose pruned entries get the codes of their zeros.
 
     The kernel takes the buffer `weight_packed` of the layer, whose codes it holds in the order of
     torch's operators, so that one copy of the codes is in memory. `release` returns them. While the
@@ -255,14 +253,12 @@ class Int4Kernel:
 
     def _take(self, layer: "SparseLowRankLinear") -> None:
         tensors = layer.tensors()
-        words = tensors["weight_packed"]
-        assert layer.spec.grid is not None
-        bits = layer.spec.grid.bits
-        scale = layer.spec.scales(tensors).detach()
-        low = layer.spec.lowest(tensors)
-        self.operands = Int4.of(words, bits, layer.in_features, scale, low)
+        spec = layer.spec
+        assert spec.grid is not None
+        scale = spec.scales(tensors).detach()
+        self.operands = Int4.of(spec.codes(tensors), spec.grid.bits, scale, spec.lowest(tensors))
         layer._buffers["weight_packed"] = None
-        if not words.is_cpu:
+        if not scale.is_cpu:
             return
         for tensor in tensors.values():
             arrays.give_up_pages(tensor)
@@ -292,7 +288,8 @@ class Int4Kernel:
         if self.operands is None:
             return
         if layer._buffers["weight_packed"] is None:
-            layer._buffers["weight_packed"] = self.operands.words()
+            codes = self.operands.all_codes()
+            layer._buffers["weight_packed"] = layer.spec.pack(codes, layer.index)
         self.operands = None
         self.factors = None
         self.takes_few = False
