@@ -20,8 +20,8 @@ gguf: what llama.cpp's own quantisations of a dense export cost. FOLDER is a com
 compare with, and PYTHON has llama.cpp. The loss on chunks of the held-out text is compared with that of the first type.
 
 speed: tokens per second in llama.cpp of the export to gguf, which has one file, against llama.cpp's own type of the
-dense model, in turns within one run, in processor time. --seed chooses the prompt among chunks of the text. --llama is
-the folder of the library, as harness/llama.py describes it.
+dense model and its file in bfloat16, in turns within one run, in processor time. --seed chooses the prompt among chunks
+of the text. --llama is the folder of the library, as harness/llama.py describes it.
 
 --converter is the folder of llama.cpp that has convert_hf_to_gguf.py; the source distribution of llama-cpp-python has
 it under vendor/llama.cpp.
@@ -171,7 +171,9 @@ def gguf_rows(name: str, folder: str, args: argparse.Namespace) -> Iterator[dict
 
 
 def speed_rows(name: str, folder: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Our file and llama.cpp's own: tokens per second, and their median ratio to those of the rival."""
+    """Our file, llama.cpp's own and the dense one: tokens per second, and their median ratios to those of the rival and
+    of the dense file.
+    """
     from harness.gguf_speed import seconds_by_file  # needs llama-cpp-py-sync
     from harness.llama import LlamaCpp
 
@@ -181,11 +183,15 @@ def speed_rows(name: str, folder: str, args: argparse.Namespace) -> Iterator[dic
         ours = Path(temporary) / "ours.gguf"
         hasslefree.export(folder, ours, "gguf", converter=args.converter)
         files = {"hasslefree": ours, args.type: program.quantised(args.dense, args.type, {})}
+        files["dense"] = program.dense(args.dense)
         found = seconds_by_file(program, files, prompt, args.new_tokens, args.turns, args.threads)
         sizes = {file: path.stat().st_size for file, path in files.items()}
     shared = {"machine": machine() | {"threads": args.threads}, "date": datetime.date.today().isoformat()}
     shared |= {"seed": args.seed, "new_tokens": args.new_tokens, "turns": args.turns}
-    rival = found[args.type]
+
+    def over(own: list[float], other: str) -> float:
+        return statistics.median(theirs / seconds for seconds, theirs in zip(own, found[other], strict=True))
+
     for file, seconds in found.items():
         yield {
             "model": name,
@@ -193,7 +199,9 @@ def speed_rows(name: str, folder: str, args: argparse.Namespace) -> Iterator[dic
             "rival": args.type,
             "bytes": sizes[file],
             "tokens_per_second": args.new_tokens / statistics.median(seconds),
-            "over_rival": statistics.median(other / own for own, other in zip(seconds, rival, strict=True)),
+            "over_rival": over(seconds, args.type),
+            "over_dense": over(seconds, "dense"),
+            "bytes_over_dense": sizes[file] / sizes["dense"],
             **shared,
         }
 

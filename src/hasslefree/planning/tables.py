@@ -12,7 +12,7 @@ from rich.text import Text
 
 from hasslefree.errors import with_flags
 from hasslefree.models.blocks import other_modalities
-from hasslefree.packed.kernels.int4 import Nibbles
+from hasslefree.packed.kernels.codes import Nibbles
 from hasslefree.planning.advice import Advice
 from hasslefree.planning.duration import flops_by_phase
 from hasslefree.planning.machine import product_rate

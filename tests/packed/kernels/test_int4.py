@@ -13,7 +13,7 @@ from hasslefree.core.factors import CodedFactors, nearest
 from hasslefree.core.grids import Quantised
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import KernelError
-from hasslefree.packed.kernels import arrays, int4, interleaved, whole
+from hasslefree.packed.kernels import arrays, codes, int4, interleaved, whole
 from hasslefree.packed.kernels.backends import Case, choose
 from hasslefree.packed.layouts import PackedGroups
 
@@ -162,7 +162,7 @@ def test_only_one_copy_of_the_codes_is_held_and_whoever_asks_gets_them_in_the_fi
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-@pytest.mark.skipif(not int4.shares_nibbles(), reason="the processor lacks AVX-512, or Numba is missing")
+@pytest.mark.skipif(not codes.shares_nibbles(), reason="the processor lacks AVX-512, or Numba is missing")
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (5, 32), (6, 64), (8, 32)])
 def test_codes_take_their_bits_in_memory(bits, group):
     """Oracle: bits and the two numbers of a group, by hand."""
