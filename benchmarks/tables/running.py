@@ -74,6 +74,9 @@ WRITERS = {
         "random": "Llama-3.2-1B, random: 5 bits everywhere",
     },
     "generation_quantised_two_threads": {"SmolLM2-135M-Instruct": "SmolLM2-135M: `--size 5.2bits`"},
+    "generation_pruned_quantised": {
+        "SmolLM2-135M-Instruct": "SmolLM2-135M: `--pattern 2:4 --bits 6 --rank 96 --factor-bits 8`"
+    },
     "generation": {"smollm2": "SmolLM2-135M: `--pattern 2:4 --rank 16`"},
     "generation_one_thread": {
         "smollm2": "SmolLM2-135M: `--pattern 2:4 --rank 16`",
