@@ -64,7 +64,7 @@ class Timed(TorchFunctionMode):
 def timing(model: PreTrainedModel) -> Iterator[Timed]:
     """Count the time of the block, in which the model is called. Its kernels must have been compiled before."""
     timed, head = Timed(), model.get_output_embeddings()
-    linear = [module for module in model.modules() if isinstance(module, (nn.Linear, SparseLowRankLinear))]
+    linear = {head, *(each for each in model.modules() if isinstance(each, (nn.Linear, SparseLowRankLinear)))}
 
     def enter(module: nn.Module, _: Any) -> None:
         timed.part = HEAD if module is head else LAYERS

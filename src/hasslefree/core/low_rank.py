@@ -59,10 +59,32 @@ class LowRank:
 
 def truncated_svd(matrix: Tensor, rank: int) -> LowRank:
     """C_r(matrix): the best approximation of rank r in the Frobenius norm (Eckart–Young) of a
-    matrix (out, in).
+    matrix (out, in). The columns of u have the singular values as norms, the rows of v are unit
+    vectors.
+
+    The leading singular vectors of the shorter side are eigenvectors of M Mᵀ or MᵀM, which takes a
+    fraction of the time of an SVD. The product squares the singular values, so it is computed in
+    float64, in which vectors of 10⁻⁴ of the largest value are still exact to float32.
     """
-    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
-    return LowRank(u[:, :rank] * s[:rank], vh[:rank])
+    out, width = matrix.shape
+    wide = matrix.double()
+    if out < width:
+        basis = leading_eigenvectors(wide @ wide.T, rank)
+        rows = basis.T @ wide
+        norms = rows.norm(dim=1)
+        u = basis * norms
+        v = rows / norms.clamp_min(torch.finfo(torch.float64).tiny).unsqueeze(1)
+    else:
+        basis = leading_eigenvectors(wide.T @ wide, rank)
+        u = wide @ basis
+        v = basis.T
+    return LowRank(u.to(matrix), v.to(matrix))
+
+
+def leading_eigenvectors(symmetric: Tensor, count: int) -> Tensor:
+    """Those of the largest eigenvalues of a matrix (n, n), in descending order: (n, count)."""
+    _, vectors = torch.linalg.eigh(symmetric)
+    return vectors[:, len(vectors) - count :].flip(1)
 
 
 def subspace_steps(
