@@ -106,9 +106,12 @@ OURS: Rows = {
     **gguf_rows("103.6MB", ("fast", "balanced")),
     **gguf_rows("391MB", ("fast", "balanced")),
     **uniform_rows(4, (0, 16), ("fast", "balanced")),
-    "2:4 in 6 bits + rank 96, fast": Spec(
-        {"pattern": "2:4", "bits": 6, "rank": 96, "factor_bits": 8, "effort": "fast"}
-    ),
+    **{
+        f"2:4 in 6 bits + rank {rank}, fast": Spec(
+            {"pattern": "2:4", "bits": 6, "rank": rank, "factor_bits": 8, "effort": "fast"}
+        )
+        for rank in (96, 144)
+    },
     "4 bits alone, GPTQ": Spec(ON_GRID | {"method": "gptq", "pattern": "dense", "bits": 4, "rank": 0}),
 }
 MIXED: Rows = {
