@@ -289,7 +289,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
             faster,
             note="Each next to the dense model in bfloat16 in the same engine. In transformers, the real models have "
             "the default 5.2 bits, and the random one the shapes of Llama-3.2-1B and 5 bits; prompts have {prompt} "
-            "tokens. The GGUF file has {gguf[megabytes]:.0f} MB, which count as its memory, and generates text at "
+            "tokens. The GGUF file has {gguf[megabytes]:.0f} MB, which are counted as memory, and generates text at "
             "{gguf[over_rival]:.2f} times the speed of llama.cpp's Q4_K_M. On {where}, a CPU without AMX.",
             facts=lambda _content: {"gguf": own_gguf()},
         ),

@@ -59,8 +59,8 @@ class LowRank:
 
 def truncated_svd(matrix: Tensor, rank: int) -> LowRank:
     """C_r(matrix): the best approximation of rank r in the Frobenius norm (Eckart–Young) of a
-    matrix (out, in). The columns of u have the singular values as norms, the rows of v are unit
-    vectors.
+    matrix (out, in). The columns of u have the singular values as norms, and the rows of v are
+    unit vectors, or zero if the singular value is.
 
     The leading singular vectors of the shorter side are eigenvectors of M Mᵀ or MᵀM, which takes a
     fraction of the time of an SVD. The product squares the singular values, so it is computed in
@@ -84,7 +84,7 @@ def truncated_svd(matrix: Tensor, rank: int) -> LowRank:
 def leading_eigenvectors(symmetric: Tensor, count: int) -> Tensor:
     """Those of the largest eigenvalues of a matrix (n, n), in descending order: (n, count)."""
     _, vectors = torch.linalg.eigh(symmetric)
-    return vectors[:, len(vectors) - count :].flip(1)
+    return vectors.flip(1)[:, :count]
 
 
 def subspace_steps(

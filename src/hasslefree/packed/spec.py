@@ -141,10 +141,10 @@ class LayerSpec:
         return codes.masked_scatter_(self._support(tensors[self.layout.index]), stored)
 
     def pack(self, codes: Tensor, index: Tensor) -> Tensor:
-        """The tensor `weight_packed` of which `codes` made these codes, uint8 (out, in).
+        """The inverse of `codes`: uint8 (out, in) → the tensor `weight_packed`.
 
         Args:
-            index: the positions of the stored ones.
+            index: the positions of the stored codes.
         """
         assert self.grid is not None
         if self.nonzeros < self.dense_parameters:
@@ -209,12 +209,24 @@ class LayerSpec:
         packed = tensors["weight_zero_point"].T.contiguous()
         return unpack_codes(packed, self.grid.bits, out).T.short()
 
-    def lowest(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The values of code 0: (out, groups), exact in the working dtype."""
+    def terms(self, codes: Tensor, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The scale of each group and the value of its code 0: (out, groups) each, without
+        gradients, for operators that compute with bfloat16.
+
+        A whole zero stays zero there, as the scale is rounded first; groups of nothing but zeros
+        have the scale 0.
+
+        Args:
+            codes: uint8 (out, in).
+        """
         assert self.grid is not None
+        scale = self.scales(tensors).detach()
         if self.grid.offset:
-            return self.offsets(tensors).detach()
-        return -self.zeros(tensors) * self.scales(tensors).detach()
+            return scale, self.offsets(tensors).detach()
+        zeros = self.zeros(tensors)
+        is_zero = codes.view(*zeros.shape, -1) == zeros.unsqueeze(-1)
+        scale = scale.masked_fill(is_zero.all(-1), 0).bfloat16().to(scale.dtype)
+        return scale, -zeros * scale
 
     def bytes(self, dtype: torch.dtype) -> int:
         """The bytes of the stored tensors in a model of this dtype."""

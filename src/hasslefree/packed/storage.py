@@ -9,6 +9,8 @@ the scales and offsets: (out,) for rows, (out, blocks) for blocks. Multiples wit
 with 2^(b−1) added.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,6 +20,8 @@ from hasslefree.core.scales import Multiples
 from hasslefree.packed.layouts import layout_of, pack_bits, unpack_bits
 
 WORD = 32  # bits of an int32
+# Codes that are packed or unpacked at a time: on the way, each takes 16 bytes.
+CODES = 1 << 20
 
 
 def pack_sparse(
@@ -85,11 +89,14 @@ def words_for(count: int, bits: int) -> int:
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Codes of 2 to 8 bits, uint8 (…, n) → int32 (…, ⌈n·bits / 32⌉), the rest of a row zeros."""
-    octets = pack_bits(codes, bits)
     words = words_for(codes.shape[-1], bits)
-    octets = F.pad(octets, (0, 4 * words - octets.shape[-1]))
-    # Flat: a tensor without elements has no strides that fit.
-    return octets.reshape(-1).view(torch.int32).view(*octets.shape[:-1], words)
+    packed = codes.new_empty(*codes.shape[:-1], words, dtype=torch.int32)
+    for rows, target in few_rows(codes, packed):
+        octets = pack_bits(rows, bits)
+        octets = F.pad(octets, (0, 4 * words - octets.shape[-1]))
+        # Flat: a tensor without elements has no strides that fit.
+        target.copy_(octets.reshape(-1).view(torch.int32).view(target.shape))
+    return packed
 
 
 def unpack_codes(
@@ -98,6 +105,18 @@ def unpack_codes(
     count: int,
 ) -> Tensor:
     """The codes, uint8 (…, count), of int32 (…, ⌈count·bits / 32⌉)."""
-    *rows, words = packed.shape
-    octets = packed.reshape(-1).view(torch.uint8).view(*rows, 4 * words)
-    return unpack_bits(octets, bits, count)
+    codes = packed.new_empty(*packed.shape[:-1], count, dtype=torch.uint8)
+    for rows, target in few_rows(packed, codes):
+        *shape, words = rows.shape
+        octets = rows.reshape(-1).view(torch.uint8).view(*shape, 4 * words)
+        target.copy_(unpack_bits(octets, bits, count))
+    return codes
+
+
+def few_rows(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows of both that are packed or unpacked together."""
+    if source.dim() < 2:
+        yield source, target
+        return
+    height = max(1, CODES // max(1, source.shape[-1], target.shape[-1]))
+    yield from zip(source.split(height), target.split(height), strict=True)

@@ -1,4 +1,4 @@
-"""Numba kernels for a complete S in codes of torch's int4 operators (`int4`): S unpacked into dense
+"""Numba kernels for an S in codes of torch's int4 operators (`int4`): S unpacked into dense
 rows, and what the operators leave out, the high bits of codes and L, added to a product. Arrays are
 those of `cpu`.
 """

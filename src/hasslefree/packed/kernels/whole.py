@@ -190,6 +190,7 @@ class Int4Kernel:
 
     def __init__(self) -> None:
         self.operands: Int4 | None = None
+        self.index: Tensor | None = None  # of the codes that were taken
         # L and the bias for a few tokens on a CPU; None without both, or if `takes_few` is false.
         self.factors: FactorArrays | None = None
         self.takes_few = False
@@ -255,8 +256,10 @@ class Int4Kernel:
         tensors = layer.tensors()
         spec = layer.spec
         assert spec.grid is not None
-        scale = spec.scales(tensors).detach()
-        self.operands = Int4.of(spec.codes(tensors), spec.grid.bits, scale, spec.lowest(tensors))
+        codes = spec.codes(tensors)
+        scale, low = spec.terms(codes, tensors)
+        self.operands = Int4.of(codes, spec.grid.bits, scale, low)
+        self.index = layer.index
         layer._buffers["weight_packed"] = None
         if not scale.is_cpu:
             return
@@ -289,8 +292,10 @@ class Int4Kernel:
             return
         if layer._buffers["weight_packed"] is None:
             codes = self.operands.all_codes()
-            layer._buffers["weight_packed"] = layer.spec.pack(codes, layer.index)
+            assert self.index is not None
+            layer._buffers["weight_packed"] = layer.spec.pack(codes, self.index)
         self.operands = None
+        self.index = None
         self.factors = None
         self.takes_few = False
         self.key = ()
