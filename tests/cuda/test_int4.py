@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from hasslefree.core.grids import Grid
-from hasslefree.packed.kernels import int4, whole
+from hasslefree.packed.kernels import codes, int4, whole
 from tests.cuda.int4 import OPERATORS
 from tests.packed.kernels.test_int4 import close, layer_of
 
@@ -14,12 +14,12 @@ from tests.packed.kernels.test_int4 import close, layer_of
 def operators(gpu, monkeypatch):
     """The operators: slow ones where the GPU is a fake one."""
     int4.without_cuda.cache_clear()
-    int4.multiples_on.cache_clear()
+    codes.multiples_on.cache_clear()
     if gpu:
         monkeypatch.setattr(whole, "is_traced", lambda x: False)  # a fake tensor is of a class of its own
     yield gpu
     int4.without_cuda.cache_clear()
-    int4.multiples_on.cache_clear()
+    codes.multiples_on.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -62,10 +62,14 @@ def truncated_svd(matrix: Tensor, rank: int) -> LowRank:
     matrix (out, in). The columns of u have the singular values as norms, and the rows of v are
     unit vectors, or zero if the singular value is.
 
-    The leading singular vectors of the shorter side are eigenvectors of M Mᵀ or MᵀM, which takes a
-    fraction of the time of an SVD. The product squares the singular values, so it is computed in
-    float64, in which vectors of 10⁻⁴ of the largest value are still exact to float32.
+    On a CPU, the leading singular vectors of the shorter side are those of M Mᵀ or MᵀM, which takes
+    a fraction of the time of an SVD. The product squares the singular values, so it is computed in
+    float64, in which vectors of 10⁻⁴ of the largest value are still exact to float32. Most GPUs are
+    slow in float64, and compute the SVD.
     """
+    if not matrix.is_cpu:
+        u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+        return LowRank(u[:, :rank] * s[:rank], vh[:rank])
     out, width = matrix.shape
     wide = matrix.double()
     if out < width:
