@@ -77,6 +77,7 @@ WRITERS = {
     "generation_pruned_quantised": {
         "SmolLM2-135M-Instruct": "SmolLM2-135M: `--pattern 2:4 --bits 6 --rank 96 --factor-bits 8`"
     },
+    "generation_bitmask": {"SmolLM2-135M-Instruct": "SmolLM2-135M: `--pattern 4:8 --rank 16`"},
     "generation": {"smollm2": "SmolLM2-135M: `--pattern 2:4 --rank 16`"},
     "generation_one_thread": {
         "smollm2": "SmolLM2-135M: `--pattern 2:4 --rank 16`",
