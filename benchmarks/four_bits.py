@@ -213,7 +213,7 @@ def row(
     else:
         exported = partial(llama.exported, programs.llama, measurement.model) if needs_llama(spec) else None
         found = real_model.row(measurement, spec.settings, None, 0, timed, exported=exported)
-    if spec.settings.get("mixed") and "python" in str(measurement.mixture):
+    if spec.settings.get("mixed") and any(text.startswith("python:") for text in measurement.mixture):
         seen = [*seen, "code"]
     found |= models.increases(found["perplexity"], dense, seen)
     gap = round(models.gap(found["perplexity"], dense), 4)
@@ -227,6 +227,7 @@ def arguments() -> argparse.Namespace:
         parents=[models.options(max_tokens=16 * 1024)],
     )
     parser.set_defaults(samples=64, seqlen=512)
+    models.mixture_option(parser, help="for the rows of its name")
     parser.add_argument("--window", type=int, default=1024, help="tokens of a window of text")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", nargs="*", choices=["dense", *ROWS], metavar="NAME", help="; ".join(ROWS))
@@ -256,8 +257,10 @@ def run(args: argparse.Namespace, record: Path, work: Path) -> None:
     with_llama = args.llama and args.converter
     llama_cpp = LlamaCpp(args.llama.resolve(), args.converter.resolve(), work) if with_llama else None
     programs = Programs(dict(args.programs), llama_cpp)
-    names = [name for name, spec in ROWS.items() if programs.given(spec)] if args.rows is None else args.rows
+    rows = ROWS if args.mixture else OURS | RIVALS
+    names = [name for name, spec in rows.items() if programs.given(spec)] if args.rows is None else args.rows
     programs.check(names)
+    models.check_mixture((ROWS[name].settings for name in names if name != "dense"), args.mixture)
 
     measurement, seed = Measurement.of(args), str(args.seed)
     tokenizer = models.load_tokenizer(args.model)

@@ -110,6 +110,7 @@ def arguments() -> argparse.Namespace:
         parents=[models.options(max_tokens=16 * 1024)],
     )
     parser.set_defaults(samples=64, seqlen=512)
+    models.mixture_option(parser, required=True)
     parser.add_argument("--size", default="4.6bits")
     parser.add_argument("--effort", default="balanced")
     parser.add_argument("--window", type=int, default=1024, help="tokens of a window of text")

@@ -180,6 +180,7 @@ def size_and_bits(report: hasslefree.Record, blocks: str) -> dict[str, Any]:
 
 
 def run_rows(args: argparse.Namespace) -> None:
+    models.check_mixture((ROWS[name] for name in args.rows), args.mixture)
     header = {name: getattr(args, name) for name in ("samples", "seqlen", "window", "max_tokens")}
     content = resumed(args.output, header | {"model": Path(args.model).name}, "results")
     measurement = Measurement.of(args)
@@ -271,6 +272,7 @@ def arguments() -> argparse.Namespace:
     ):
         rows = commands.add_parser(command, parents=[models.options(max_tokens=16 * 1024)])
         rows.set_defaults(run=run_rows, samples=64, seqlen=512)
+        models.mixture_option(rows, help="for the rows of its name")
         rows.add_argument("--window", type=int, default=1024, help="tokens of a window of text")
         rows.add_argument("--rows", nargs="+", default=names, choices=names)
         rows.add_argument("--seeds", nargs="+", type=int, default=[0])

@@ -13,7 +13,7 @@ import multiprocessing
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class Measurement:
     def of(cls, args: argparse.Namespace) -> Measurement:
         names = [field.name for field in dataclasses.fields(cls) if hasattr(args, field.name)]
         given = {name: getattr(args, name) for name in names}
-        return cls(**given | {"texts": kinds.listed(args.texts), "mixture": tuple(args.mixture)})
+        return cls(**given | {"texts": kinds.listed(args.texts), "mixture": tuple(getattr(args, "mixture", ()))})
 
     def recipe(self, **fields: Any) -> Recipe:
         given: dict[str, Any] = {"calibration": self.calibration, "samples": self.samples, "seqlen": self.seqlen}
@@ -96,11 +96,21 @@ def options(max_tokens: int) -> argparse.ArgumentParser:
     parser.add_argument("model")
     parser.add_argument("texts", nargs="+")
     parser.add_argument("--calibration", required=True)
-    parser.add_argument("--mixture", nargs="+", default=[], metavar="TEXT", help="for rows of its name")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seqlen", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=max_tokens)
     return parser
+
+
+def mixture_option(parser: argparse.ArgumentParser, **settings: Any) -> None:
+    """Add the texts with shares that rows may be calibrated on instead."""
+    parser.add_argument("--mixture", nargs="+", default=[], metavar="TEXT", **settings)
+
+
+def check_mixture(rows: Iterable[Mapping[str, Any] | None], mixture: Sequence[str]) -> None:
+    """Raise SystemExit if one of these settings asks for a mixture and there is none."""
+    if not mixture and any((settings or {}).get("mixed") for settings in rows):
+        raise SystemExit('the rows named "mixture" need its texts: --mixture TEXT:SHARE% …')
 
 
 def loaded(folder: str, dtype: str = "float32") -> Any:
