@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hasslefree.core.linalg import orthonormal
+from hasslefree.core.linalg import eigh, orthonormal
 
 
 @dataclass(frozen=True)
@@ -71,23 +71,23 @@ def truncated_svd(matrix: Tensor, rank: int) -> LowRank:
         u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
         return LowRank(u[:, :rank] * s[:rank], vh[:rank])
     out, width = matrix.shape
-    wide = matrix.double()
+    exact = matrix.double()
     if out < width:
-        basis = leading_eigenvectors(wide @ wide.T, rank)
-        rows = basis.T @ wide
+        basis = leading_eigenvectors(exact @ exact.T, rank)
+        rows = basis.T @ exact
         norms = rows.norm(dim=1)
         u = basis * norms
         v = rows / norms.clamp_min(torch.finfo(torch.float64).tiny).unsqueeze(1)
     else:
-        basis = leading_eigenvectors(wide.T @ wide, rank)
-        u = wide @ basis
+        basis = leading_eigenvectors(exact.T @ exact, rank)
+        u = exact @ basis
         v = basis.T
     return LowRank(u.to(matrix), v.to(matrix))
 
 
 def leading_eigenvectors(symmetric: Tensor, count: int) -> Tensor:
     """Those of the largest eigenvalues of a matrix (n, n), in descending order: (n, count)."""
-    _, vectors = torch.linalg.eigh(symmetric)
+    _, vectors = eigh(symmetric)
     return vectors.flip(1)[:, :count]
 
 

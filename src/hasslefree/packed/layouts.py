@@ -255,6 +255,17 @@ def layout_of(pattern: str) -> Layout:
     return Bitmask()
 
 
+def support_of(
+    layout: Layout,
+    stored_shape: tuple[int, ...],
+    index: Tensor,
+    width: int,
+) -> Tensor:
+    """Where values of this shape are stored, in row-major order: (out, width) bool."""
+    ones = torch.ones(stored_shape, dtype=torch.uint8, device=index.device)
+    return layout.unpack(ones, index, width).bool()
+
+
 def is_stored(sparse: Tensor) -> Tensor:
     """Mark the entries whose bits are not all zero: bool, for a floating tensor of any shape."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

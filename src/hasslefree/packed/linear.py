@@ -163,11 +163,8 @@ class SparseLowRankLinear(nn.Module):
         return spec.values(codes, tensors)
 
     def support(self) -> Tensor:
-        """The positions of the stored values, which are in row-major order: (out, in) bool. Not for
-        a quantised S.
-        """
-        ones = torch.ones_like(self.values, dtype=torch.uint8)
-        return self.spec.layout.unpack(ones, self.index, self.in_features).bool()
+        """The positions of the stored values, which are in row-major order: (out, in) bool."""
+        return self.spec.support(self.index)
 
     def factors(self) -> tuple[Tensor, Tensor] | None:
         """u: (out, r) and v: (r, in), in the dtype of the layer; None for rank 0. Codes are

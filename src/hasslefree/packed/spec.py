@@ -11,7 +11,7 @@ from torch import Tensor
 from hasslefree.core.factors import factor_tensors
 from hasslefree.core.gram import working_dtype
 from hasslefree.core.grids import Grid
-from hasslefree.packed.layouts import Layout, layout_of
+from hasslefree.packed.layouts import Layout, layout_of, support_of
 from hasslefree.packed.storage import pack_codes, unpack_codes, words_for
 from hasslefree.validation import Count, Positive
 
@@ -138,7 +138,7 @@ class LayerSpec:
         groups = self.grid.groups(self.shape[1])
         zeros = self.zeros(tensors).to(torch.uint8)
         codes = zeros.repeat_interleave(self.shape[1] // groups, 1)
-        return codes.masked_scatter_(self._support(tensors[self.layout.index]), stored)
+        return codes.masked_scatter_(self.support(tensors[self.layout.index]), stored)
 
     def pack(self, codes: Tensor, index: Tensor) -> Tensor:
         """The inverse of `codes`: uint8 (out, in) → the tensor `weight_packed`.
@@ -148,17 +148,16 @@ class LayerSpec:
         """
         assert self.grid is not None
         if self.nonzeros < self.dense_parameters:
-            codes = codes.masked_select(self._support(index))
+            codes = codes.masked_select(self.support(index))
         return pack_codes(codes.view(self._stored_shape()), self.grid.bits)
 
     def _stored_shape(self) -> tuple[int, ...]:
         """The shape of the stored values or codes."""
         return self.layout.shapes(self.shape, self.nonzeros)[0]
 
-    def _support(self, index: Tensor) -> Tensor:
-        """Where values are stored: bool (out, in)."""
-        ones = torch.ones(self._stored_shape(), dtype=torch.uint8, device=index.device)
-        return self.layout.unpack(ones, index, self.shape[1]).bool()
+    def support(self, index: Tensor) -> Tensor:
+        """Where values or codes are stored, in row-major order: (out, in) bool."""
+        return support_of(self.layout, self._stored_shape(), index, self.shape[1])
 
     def values(self, codes: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         """`unpack` for an S on a grid whose codes are unpacked."""
@@ -209,7 +208,7 @@ class LayerSpec:
         packed = tensors["weight_zero_point"].T.contiguous()
         return unpack_codes(packed, self.grid.bits, out).T.short()
 
-    def terms(self, codes: Tensor, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def scale_and_low(self, codes: Tensor, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The scale of each group and the value of its code 0: (out, groups) each, without
         gradients, for operators that compute with bfloat16.
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from hasslefree.core.grids import Quantised, Scaling
 from hasslefree.core.scales import Multiples
-from hasslefree.packed.layouts import layout_of, pack_bits, unpack_bits
+from hasslefree.packed.layouts import layout_of, pack_bits, support_of, unpack_bits
 
 WORD = 32  # bits of an int32
 # Codes that are packed or unpacked at a time: on the way, each takes 16 bytes.
@@ -44,8 +44,7 @@ def pack_sparse(
     values, index = layout.pack(sparse + 0.0)  # −0.0 becomes +0.0, which is not stored
     if quantised is None:
         return {"values": values, layout.index: index}, values.numel()
-    ones = torch.ones_like(values, dtype=torch.uint8)
-    is_stored = layout.unpack(ones, index, sparse.shape[1]).bool()
+    is_stored = support_of(layout, values.shape, index, sparse.shape[1])
     codes = quantised.codes.masked_select(is_stored).view(values.shape)
     tensors = {"weight_packed": pack_codes(codes, quantised.scaling.grid.bits)}
     tensors |= pack_scaling(quantised.scaling)

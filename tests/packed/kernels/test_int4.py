@@ -100,7 +100,7 @@ def test_every_grid_within_the_bound_of_its_terms(monkeypatch, kind, bits, numba
     grid = Grid(bits, **kind)
     layer, matrix, _ = layer_of(grid, rank=0, bias=False)
     tensors = layer.tensors()
-    scale, low = (each.double() for each in layer.spec.terms(layer.spec.codes(tensors), tensors))
+    scale, low = (each.double() for each in layer.spec.scale_and_low(layer.spec.codes(tensors), tensors))
     scale, low = (each.repeat_interleave(192 // scale.shape[1], 1) for each in (scale, low))
     middle = low + 2 ** (bits - 1) * scale
     bound = middle.abs() + (8 * scale if bits > 4 else 0)

@@ -190,7 +190,7 @@ class Int4Kernel:
 
     def __init__(self) -> None:
         self.operands: Int4 | None = None
-        self.index: Tensor | None = None  # of the codes that were taken
+        self.index: Tensor | None = None  # of these codes, even if the layer gets another
         # L and the bias for a few tokens on a CPU; None without both, or if `takes_few` is false.
         self.factors: FactorArrays | None = None
         self.takes_few = False
@@ -257,7 +257,7 @@ class Int4Kernel:
         spec = layer.spec
         assert spec.grid is not None
         codes = spec.codes(tensors)
-        scale, low = spec.terms(codes, tensors)
+        scale, low = spec.scale_and_low(codes, tensors)
         self.operands = Int4.of(codes, spec.grid.bits, scale, low)
         self.index = layer.index
         layer._buffers["weight_packed"] = None
