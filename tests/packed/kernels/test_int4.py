@@ -266,7 +266,7 @@ def case(**changes):
         ({"grid": Grid(4, 24)}, "dense", "a multiple of 16 inputs, and these have 24; use dense or unpacked"),
         ({"shape": (60, 128), "device": "cuda"}, "dense", "on cuda, torch's operators take a multiple of 8 outputs"),
         ({"shape": (72, 128)}, "dense", "a multiple of 16 outputs, and the layer has 72"),
-        ({"grid": None}, "numba", "an S on a grid, which `bits` gives"),
+        ({"grid": None}, "numba", "quantised codes, and S is stored as floats"),
         ({"grad": True}, "dense", "no gradients"),
         ({"device": "mps"}, "dense", "on a CPU and on CUDA"),
     ],

@@ -100,7 +100,7 @@ def _numba(case: Case) -> str | None:
 
 def _int4(case: Case) -> str | None:
     if case.grid is None:
-        return "it multiplies an S on a grid, which `bits` gives; use numba or dense"
+        return "it multiplies quantised codes, and S is stored as floats; use numba or dense"
     if case.grad:
         return NO_GRADIENTS
     obstacle = int4.obstacle(case.device, case.dtype, case.grid, case.shape)
