@@ -363,7 +363,7 @@ def test_a_copy_of_a_layer_has_arrays_of_its_own():
     with torch.no_grad():
         expected = layer(x)
         twin = copy.deepcopy(layer)
-        assert twin.kernel.arrays is None, "a copy, or a file, holds its tensors twice"
+        assert twin.kernel.sparse is None, "a copy, or a file, holds its tensors twice"
         layer.values.zero_()
         assert torch.equal(twin(x), expected)
 

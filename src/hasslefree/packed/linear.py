@@ -223,6 +223,8 @@ class SparseLowRankLinear(nn.Module):
             return F.linear(x, self.unpacked_copy)
         if backends.choose(self.case(grad), self.backend) == "numba":
             return ops.product(x, self.values, self.index, self.spec.layout)
+        if self.spec.grid is None and isinstance(self.spec.layout, Columns):
+            return F.linear(x.index_select(-1, self.index), self.values)
         return F.linear(x, self.unpacked())
 
     def use(self, backend: str | None) -> None:

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -15,23 +16,23 @@ from hypothesis import strategies as st
 
 from hasslefree.errors import PatternError, ShapeError
 from hasslefree.packed.kernels import arrays, ops
+from hasslefree.packed.layouts import Bitmask, PackedGroups
 from tests.packed.kernels import reference
 
 pytest.importorskip("numba", reason="needs hasslefree[fast]")
-cpu = importlib.import_module("hasslefree.packed.kernels.cpu")
+masks = importlib.import_module("hasslefree.packed.kernels.masks")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Positions in one byte, across bytes, of no bits; masks of 5, 4 and 8 bits; a group that is longer than a word.
 PATTERNS = [(2, 4), (1, 4), (2, 8), (1, 12), (2, 66), (1, 1), (2, 5), (3, 4), (4, 8), (3, 8), (4, 4), (0, 4)]
 # On both sides of every change of way.
-TOKENS = st.sampled_from([1, 2, 5, 6, 17, 50])
+TOKENS = st.sampled_from([1, 2, 5, 6, 16, 17, 50])
 
 
 def unpacked(op, *packed, dtype, width):
     """S, by way of the tiles: the product with the identity is exact."""
     with pytest.MonkeyPatch.context() as patch:
-        for table in ("DIRECT", "DIRECT_2_4", "DIRECT_2_4_AMX", "DIRECT_2_4_SCALAR"):
-            patch.setattr(ops, table, {})
+        patch.setattr(ops, "direct_tokens", lambda layout: {})
         return op(torch.eye(width, dtype=dtype), *packed).T
 
 
@@ -76,7 +77,7 @@ def test_rows_are_unpacked_exactly(pattern, dtype, wide, monkeypatch):
     """Oracle: the matrix that was packed, by registers and bit by bit. An odd number of groups leaves half a byte; the
     last row has no values behind it; positions of 1:1030 lie across three bytes.
     """
-    monkeypatch.setattr(cpu, "WIDE", cpu.WIDE and wide)
+    monkeypatch.setattr(masks, "WIDE", masks.WIDE and wide)
     for groups in (1, 2, 7, 8, 9, 33):
         if groups * pattern[1] > 3000:
             continue
@@ -93,9 +94,8 @@ def test_rows_are_unpacked_exactly(pattern, dtype, wide, monkeypatch):
 @pytest.mark.parametrize("groups", [1, 4, 7, 8, 9, 33, 513])
 def test_registers_of_2_4_and_what_they_leave(groups, dtype, wide, monkeypatch):
     """Whole registers and every remainder, with and without AVX-512, for one token and more than go at once."""
-    monkeypatch.setattr(cpu, "WIDE", cpu.WIDE and wide)
-    for table in ("DIRECT_2_4", "DIRECT_2_4_AMX", "DIRECT_2_4_SCALAR"):
-        monkeypatch.setattr(ops, table, {dtype: 100})
+    monkeypatch.setattr(masks, "WIDE", masks.WIDE and wide)
+    monkeypatch.setattr(ops, "direct_tokens", lambda layout: {dtype: 100})
     s = reference.sparse(7, groups, 2, 4, dtype, seed=groups)
     packed = reference.pack_groups(s, 2, 4)
     for tokens in (1, 3, 4, 5, 9):
@@ -106,7 +106,7 @@ def test_registers_of_2_4_and_what_they_leave(groups, dtype, wide, monkeypatch):
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_a_layer_of_several_tiles_that_do_not_come_out_even(tokens, monkeypatch):
     monkeypatch.setattr(ops, "TILE_BYTES", 1)
-    monkeypatch.setattr(ops, "direct_tokens", lambda n, m: {})
+    monkeypatch.setattr(ops, "direct_tokens", lambda layout: {})
     s = reference.sparse(3 * ops.MIN_TILE_ROWS + 5, 9, 2, 4, torch.float32, seed=0)
     x = inputs(tokens, s.shape[1], torch.float32)
     reference.assert_close(ops.linear_groups(x, *reference.pack_groups(s, 2, 4), 2, 4), x, s)
@@ -114,22 +114,25 @@ def test_a_layer_of_several_tiles_that_do_not_come_out_even(tokens, monkeypatch)
 
 
 @given(
-    pattern=st.sampled_from([(2, 4), (1, 4), (2, 8), (2, 66), (1, 12)]), out=st.integers(1, 70),
-    groups=st.integers(1, 40), rank=st.integers(1, 20), tokens=st.integers(1, arrays.FEW), wide=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]), seed=st.integers(0, 99),
+    layout=st.sampled_from([*[PackedGroups(*pattern) for pattern in PATTERNS], Bitmask()]), out=st.integers(1, 70),
+    groups=st.integers(1, 40), rank=st.integers(0, 20), with_bias=st.booleans(), tokens=st.integers(1, 9),
+    wide=st.booleans(), dtype=st.sampled_from([torch.float32, torch.bfloat16]), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_a_whole_layer_in_one_call(pattern, out, groups, rank, tokens, wide, dtype, seed):
-    """Oracle: the sum of its products in float64."""
-    s = reference.sparse(out, groups, *pattern, dtype, seed)
-    u, v = inputs(out, rank, dtype, seed + 1), inputs(rank, s.shape[1], dtype, seed + 2)
+def test_a_whole_layer_in_one_call(layout, out, groups, rank, with_bias, tokens, wide, dtype, seed):
+    """Oracle: the sum of its products in float64. Bits of a mask fill registers if 32 divides the inputs."""
+    n, m = (layout.n, layout.m) if isinstance(layout, PackedGroups) else (16, 32)
+    s = reference.sparse(out, groups, n, m, dtype, seed)
+    packed = reference.pack_groups(s, n, m) if isinstance(layout, PackedGroups) else reference.pack_mask(s)
+    u, v, b = (inputs(*shape, dtype, seed + 1) for shape in ((out, rank), (rank, s.shape[1]), (1, out)))
     x = inputs(tokens, s.shape[1], dtype, seed)
-    assert arrays.takes_few(x)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "WIDE", cpu.WIDE and wide)
-        y = ops.groups_product(x, *reference.pack_groups(s, *pattern), *pattern, u, v, None)
+        patch.setattr(masks, "WIDE", masks.WIDE and wide)
+        layer = arrays.LayerArrays(layout, s.shape[1], *packed, u, v, b[0] if with_bias else None)
+        y = layer.product(x)
     assert y.dtype == dtype
-    expected = x.double() @ (s.double() + u.double() @ v.double()).T
-    scale = x.double().abs() @ (s.double().abs() + u.double().abs() @ v.double().abs()).T
+    b = b.double() if with_bias else torch.zeros(1, 1)
+    expected = x.double() @ (s.double() + u.double() @ v.double()).T + b
+    scale = x.double().abs() @ (s.double().abs() + u.double().abs() @ v.double().abs()).T + b.abs()
     epsilon = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8}[dtype]
     assert ((y.double() - expected).abs() <= epsilon * scale).all()
 
@@ -191,15 +194,29 @@ def test_inputs_and_values_may_be_views():
 @pytest.mark.parametrize("width", [15, 20, 64])
 def test_no_index_reaches_outside_its_row(width):
     """Every bit of the index is set. Oracle: the row that follows in memory stays as it was."""
-    values, untouched = np.ones(width + 64, np.uint32), np.full(width, 7, np.uint32)
+    groups = width // 5
+    marked = np.zeros((2, -(-groups * 5 // 8)), np.uint8)
+    masks.mark_positions(np.full((1, groups * 3 // 8 + 1), 255, np.uint8), 1, 5, 3, groups * 5, marked[:1])
+    assert not marked[1].any()
+    bits = np.unpackbits(marked[0], bitorder="little", count=groups * 5).reshape(groups, 5)
+    assert (bits == [0, 0, 0, 0, 1]).all(), "the last of its group"
     rows = np.full((2, width), 7, np.uint32)
-    cpu.unpack_positions(
-        values, np.full((1, width // 5 * 3 // 8 + 1), 255, np.uint8), 1, 5, 3, rows[:1, : width // 5 * 5]
-    )
-    assert (rows[1] == untouched).all()
-    cpu.unpack_mask(values, np.zeros(1, np.int64), np.full((1, -(-width // 8)), 255, np.uint8), rows[:1], cpu.WIDE)
+    all_set = np.full((1, -(-width // 8)), 255, np.uint8)
+    masks.unpack_by_masks(np.ones(width + 64, np.uint32), np.zeros(1, np.int64), all_set, rows[:1], masks.WIDE)
     assert (rows[0] == 1).all()
-    assert (rows[1] == untouched).all()
+    assert (rows[1] == 7).all()
+
+
+def test_registers_read_no_value_beyond_the_last():
+    """The memory of the values ends where a page does: reading further would end the process."""
+    page = 1 << 16
+    memory = mmap.mmap(-1, page)
+    s = inputs(3, 64, torch.float32) * (torch.arange(64) % 4 == 0)
+    values, mask = reference.pack_mask(s)
+    at_end = torch.frombuffer(memory, dtype=torch.float32)[-len(values) :]
+    at_end.copy_(values)
+    x = inputs(1, 64, torch.float32)
+    reference.assert_close(arrays.LayerArrays(Bitmask(), 64, at_end, mask).product(x), x, s)
 
 
 def test_shapes_and_dtypes_that_do_not_go_together_are_errors():
@@ -244,6 +261,7 @@ def test_one_node_of_a_compiled_graph(tokens):
 THREADS = """
 import json, sys, torch
 from hasslefree.packed.kernels import arrays, ops
+from hasslefree.packed.layouts import Bitmask, PackedGroups
 from tests.packed.kernels import reference
 torch.set_num_threads(int(sys.argv[1]))
 torch.set_num_threads = lambda count: None  # as vLLM does in its workers

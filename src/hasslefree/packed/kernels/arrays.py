@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hasslefree.errors import PatternError
+from hasslefree.packed.layouts import Bitmask, PackedGroups
+
 # Looked up once: torch.compile cannot trace the search.
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
 # Tokens for which a whole layer is one call at most: several calls cost more than the products.
@@ -22,35 +25,54 @@ _kept = threading.local()
 
 
 class LayerArrays:
-    """A layer of 2:4 as arrays, for y = x (S + u v)ᵀ + b with a few tokens.
+    """A layer as arrays, for y = x (S + u v)ᵀ + b with a few tokens.
 
-    The arrays share memory with the tensors, so that changes in place take effect. They are made
-    once, because for a few tokens the product is so short that Python's overhead counts.
+    The arrays share memory with the tensors, so that changes in place take effect, except those of
+    an index that is not read as it is. They are made once, because for a few tokens the product is
+    so short that Python's overhead counts.
 
     Args:
-        values: (out, in/2), contiguous, as are all tensors; float32 or bfloat16.
-        positions: (out, ⌈in/8⌉), uint8.
+        layout: of S.
+        width: the inputs of the layer.
+        values: of S, contiguous, as are all tensors; float32 or bfloat16.
+        index: of S, uint8.
         u: (out, r), of the dtype of the values; None for rank 0.
         v: (r, in), of the same dtype; None for rank 0.
         bias: (out,), of the same dtype, or None.
+
+    Raises:
+        PatternError: the index does not go with the values.
     """
 
     def __init__(
         self,
+        layout: PackedGroups | Bitmask,
+        width: int,
         values: Tensor,
-        positions: Tensor,
-        u: Tensor | None,
-        v: Tensor | None,
-        bias: Tensor | None,
+        index: Tensor,
+        u: Tensor | None = None,
+        v: Tensor | None = None,
+        bias: Tensor | None = None,
     ):
-        self.out = len(values)
+        self.out = len(index)
+        self.bytes = 0  # beside the tensors
+        self.is_2_4 = layout == PackedGroups(2, 4)
         if u is None or v is None:
             u = values.new_empty(self.out, 0)
-            v = values.new_empty(0, 2 * values.shape[1])
+            v = values.new_empty(0, width)
         if bias is None:
             bias = values.new_empty(0)
-        factors = (as_numpy(u), as_numpy(v), as_numpy(bias))
-        self.arrays = (as_numpy(values), positions.numpy(), *factors)
+        stored: tuple[Any, ...]
+        if self.is_2_4:
+            stored = (as_numpy(values), index.numpy())
+        else:
+            masks = masks_of(layout, index, width)
+            starts = row_starts(masks, values.numel())
+            self.bytes = starts.nbytes
+            if masks is not index:
+                self.bytes += masks.nbytes
+            stored = (as_numpy(values.view(-1)), starts.numpy(), masks.numpy())
+        self.arrays = (*stored, as_numpy(u), as_numpy(v), as_numpy(bias))
 
     def product(self, x: Tensor) -> Tensor:
         """x: (..., in) → (..., out), summed in float32 and rounded once."""
@@ -58,8 +80,39 @@ class LayerArrays:
         inputs = as_numpy(x.contiguous()).reshape(-1, x.shape[-1])
         outputs = as_numpy(y).reshape(-1, self.out)
         kernels = numba_kernels()
-        kernels.layer_2_4(*self.arrays, inputs, outputs, kernels.WIDE)
+        layer = kernels.layer_2_4 if self.is_2_4 else kernels.layer_by_masks
+        layer(*self.arrays, inputs, outputs, kernels.WIDE)
         return y
+
+
+def masks_of(
+    layout: PackedGroups | Bitmask,
+    index: Tensor,
+    width: int,
+) -> Tensor:
+    """The masks of the rows, uint8 (out, ⌈in/8⌉): the index itself if it holds masks."""
+    if isinstance(layout, Bitmask) or layout.is_mask:
+        return index
+    masks = torch.zeros(len(index), -(-width // 8), dtype=torch.uint8)
+    pattern = (layout.n, layout.m, layout.position_bits)
+    numba_kernels().mark_positions(index.numpy(), *pattern, width, masks.numpy())
+    return masks
+
+
+def row_starts(masks: Tensor, count: int) -> Tensor:
+    """Where the values of each row begin: int64 (out,).
+
+    Raises:
+        PatternError: the masks do not mark `count` entries.
+    """
+    counts = torch.empty(len(masks), dtype=torch.int64)
+    numba_kernels().count_rows(masks.numpy(), counts.numpy())
+    marked = int(counts.sum())
+    if marked != count:
+        raise PatternError(
+            f"the mask marks {marked} entries, but there are {count} values; load the model again"
+        )
+    return counts.cumsum(0) - counts
 
 
 class FactorArrays:
@@ -146,14 +199,14 @@ def numba_kernels() -> Any:
     """Import Numba's kernels, and set them to torch's number of threads."""
     import numba
 
-    from hasslefree.packed.kernels import cpu
+    from hasslefree.packed.kernels import masks
 
     count = torch.get_num_threads()
     numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
     # Numba's first start sets the number of OpenMP threads, which torch shares.
     if torch.get_num_threads() != count:
         set_torch_threads(count)
-    return cpu
+    return masks
 
 
 def workspace(size: int) -> Tensor:

@@ -1,34 +1,21 @@
-"""Numba kernels over the packed tensors of S: the product with a few tokens, and S unpacked into
-dense rows.
+"""The Numba kernel of a layer of 2:4 with a few tokens, and what all kernels share.
 
 Arrays in, arrays out. Values are float32, or the bits of bfloat16 as uint16; to unpack, the bits of
 any dtype. Sums are float32. A row of the result is computed by one thread in one order, so that the
 number of threads changes no bit of it. Rows run in parallel in Numba's threading layer; where that
 is `workqueue` (neither OpenMP nor TBB was found), two Python threads must not call at once. Caching
-works by file: after a change of this file, also remove the cache of `tables`.
+works by file: after a change of this file, also remove the caches of `masks` and `tables`.
 
 Where the processor has AVX-512 (`WIDE`), loops over whole registers do nearly all the work
 (`llvm`); a scalar loop does the rest, and everything where `wide` is false.
-
-A position beyond its group counts as the group's last, and bits of a mask beyond the row are
-ignored, so that no index, however wrong, reaches outside a row.
 """
 
 import numpy as np
 from numba import njit, prange, types
 from numba.extending import overload
 
-from hasslefree.packed.kernels.llvm import (
-    SPAN,
-    add_products,
-    expand,
-    load_word,
-    popcount,
-    prefetch,
-    store_totals,
-    zeros,
-)
 from hasslefree.packed.kernels.llvm import WIDE as WIDE
+from hasslefree.packed.kernels.llvm import add_products, prefetch, store_totals, zeros
 
 u8 = np.uint8
 u16 = np.uint16
@@ -37,8 +24,6 @@ u64 = np.uint64
 # Reassociation lets a dot product use vector registers; NaN, Inf and signed zeros keep their
 # meaning.
 SUMS = {"reassoc", "contract"}
-# A code is read from four bytes at once, wherever in the row it starts.
-WINDOW = 4
 # Bytes of values and of codes by which prefetching is ahead of the products; one row would be too
 # near.
 AHEAD = 8192
@@ -103,72 +88,6 @@ def _store_rounded(
     return store
 
 
-# Any pattern: a row is expanded, and stays in the cache while the tokens are multiplied with it.
-
-
-@row_function
-def expand_positions(
-    values,
-    start,
-    codes,
-    n,
-    m,
-    bits,
-    row,
-):
-    """One row of N:M from its positions. values: flat, the row's from `start`; codes: bytes."""
-    # Unsigned indices: Numba tests signed ones for being negative.
-    window = np.zeros(codes.shape[0] + WINDOW, u8)
-    window[: codes.shape[0]] = codes
-    row[:] = 0
-    k = u64(start)
-    bit = u64(0)
-    mask = u64((1 << bits) - 1)
-    last = u64(m - 1)
-    for base in range(0, row.shape[0], m):
-        for _ in range(n):
-            at = bit >> u64(3)
-            low = u64(window[at]) | (u64(window[at + u64(1)]) << u64(8))
-            high = u64(window[at + u64(2)]) | (u64(window[at + u64(3)]) << u64(8))
-            position = ((low | (high << u64(16))) >> (bit & u64(7))) & mask
-            row[u64(base) + min(position, last)] = values[k]
-            k += u64(1)
-            bit += u64(bits)
-
-
-@row_function
-def expand_mask(
-    values,
-    start,
-    mask,
-    row,
-    wide,
-):
-    """One row from its mask. values: flat, the row's from `start`; mask: bytes. Reads no value that
-    is not there.
-    """
-    k = u64(start)
-    at = u64(0)
-    width = u64(row.shape[0])
-    while wide and at + u64(SPAN) <= width and k + u64(SPAN) <= u64(values.shape[0]):
-        bits = load_word(mask, at >> u64(3))
-        prefetch(values, k, AHEAD)
-        expand(values, k, bits, row, at)
-        k += u64(popcount(bits))
-        at += u64(SPAN)
-    while at < width:
-        bits = u64(mask[at >> u64(3)])
-        row[at : min(at + u64(8), width)] = 0
-        if width - at < u64(8):
-            bits &= (u64(1) << (width - at)) - u64(1)
-        while bits:
-            lowest = popcount((bits & -bits) - u64(1))  # the position of the lowest set bit
-            row[at + lowest] = values[k]
-            bits &= bits - u64(1)
-            k += u64(1)
-        at += u64(8)
-
-
 @njit(nogil=True, error_model="numpy", fastmath=SUMS)
 def dot(row, x):
     """Σ row·x of two rows (in,), each float32 or the bits of bfloat16."""
@@ -178,103 +97,21 @@ def dot(row, x):
     return total
 
 
-@sums_in_parallel
-def add_layer(
-    x,
-    v,
+@row_function
+def add_factors(
+    sums,
     u,
+    hidden,
     bias,
     y,
+    o,
 ):
-    """y += x vᵀ uᵀ + bias, summed in float32 and rounded once; as for `layer_2_4`, y: (tokens,
-    out).
-    """
-    hidden = np.empty((x.shape[0], v.shape[0]), np.float32)
-    for k in prange(v.shape[0]):
-        for t in range(x.shape[0]):
-            hidden[t, k] = dot(v[k], x[t])
-    for o in prange(u.shape[0]):
-        for t in range(x.shape[0]):
-            total = widen(y[t, o]) + dot(u[o], hidden[t])
-            if bias.shape[0]:
-                total += widen(bias[o])
-            store_rounded(y, t, o, total)
-
-
-@sums_in_parallel
-def dot_positions(
-    values,
-    positions,
-    n,
-    m,
-    bits,
-    x,
-    y,
-):
-    """y = x Sᵀ. values: flat; positions: (out, bytes); x: (tokens, in); y: (tokens, out)."""
-    kept = x.shape[1] // m * n
-    for o in prange(positions.shape[0]):
-        row = np.empty(x.shape[1], values.dtype)
-        expand_positions(values, o * kept, positions[o], n, m, bits, row)
-        for t in range(x.shape[0]):
-            y[t, o] = dot(row, x[t])
-
-
-@sums_in_parallel
-def dot_mask(
-    values,
-    starts,
-    mask,
-    x,
-    y,
-    wide,
-):
-    """y = x Sᵀ. values: flat; starts: (out,) where each row's begin; mask: (out, bytes); x:
-    (tokens, in).
-    """
-    for o in prange(mask.shape[0]):
-        row = np.empty(x.shape[1], values.dtype)
-        expand_mask(values, starts[o], mask[o], row, wide)
-        for t in range(x.shape[0]):
-            y[t, o] = dot(row, x[t])
-
-
-@rows_in_parallel
-def unpack_positions(
-    values,
-    positions,
-    n,
-    m,
-    bits,
-    rows,
-):
-    """rows: (out, in). values: flat bits; positions: (out, bytes)."""
-    kept = rows.shape[1] // m * n
-    for o in prange(rows.shape[0]):
-        expand_positions(values, o * kept, positions[o], n, m, bits, rows[o])
-
-
-@rows_in_parallel
-def unpack_mask(
-    values,
-    starts,
-    mask,
-    rows,
-    wide,
-):
-    """rows: (out, in). values: flat bits; starts: (out,); mask: (out, bytes)."""
-    for o in prange(rows.shape[0]):
-        expand_mask(values, starts[o], mask[o], rows[o], wide)
-
-
-@rows_in_parallel
-def count_rows(mask, counts):
-    """counts (out,) of the set bits of each row of a mask (out, bytes)."""
-    for o in prange(mask.shape[0]):
-        total = u32(0)
-        for i in range(mask.shape[1]):
-            total += u32(popcount(mask[o, i]))
-        counts[o] = total
+    """y[:, o] = sums[:, o] + hidden u[o] + bias[o], rounded; of all tokens. bias: (0,) for none."""
+    for t in range(y.shape[0]):
+        total = sums[t, o] + dot(u[o], hidden[t])
+        if bias.shape[0]:
+            total += widen(bias[o])
+        store_rounded(y, t, o, total)
 
 
 # 2:4: a byte holds the codes of two groups. The positions that go with a register of values choose
@@ -395,36 +232,4 @@ def layer_2_4(
     for chunk in prange((values.shape[0] + 3) // 4):
         rows_2_4(values, positions, x, sums, chunk, spans, span)
         for o in range(4 * chunk, min(4 * chunk + 4, y.shape[1])):
-            for t in range(x.shape[0]):
-                total = sums[t, o] + dot(u[o], hidden[t])
-                if bias.shape[0]:
-                    total += widen(bias[o])
-                store_rounded(y, t, o, total)
-
-
-@row_function
-def mask_of(code, shift):
-    """The bits of a group of 2:4 as a mask, in arithmetic that vectorises: the bit 1 << p is (1 +
-    p₀)·(1 + 3·p₁).
-    """
-    one = u8(1)
-    code = code >> u8(shift)
-    first = (one + (code & one)) * (one + u8(3) * ((code >> one) & one))
-    second = (one + ((code >> u8(2)) & one)) * (one + u8(3) * ((code >> u8(3)) & one))
-    return first | second
-
-
-@rows_in_parallel
-def unpack_2_4(
-    values,
-    positions,
-    rows,
-    wide,
-):
-    """rows: (out, in). values: flat bits; positions: (out, ⌈in/8⌉)."""
-    for o in prange(rows.shape[0]):
-        mask = np.empty(positions.shape[1], u8)
-        codes = positions[o]
-        for i in range(codes.shape[0]):
-            mask[i] = mask_of(codes[i], 0) | (mask_of(codes[i], 4) << u8(4))
-        expand_mask(values, o * (rows.shape[1] // 2), mask, rows[o], wide)
+            add_factors(sums, u, hidden, bias, y, o)

@@ -355,6 +355,50 @@ def load_word(
     return types.uint32(codes, types.uint64), generate
 
 
+def expanded(
+    context,
+    builder,
+    kind,
+    values,
+    at,
+    mask,
+):
+    """A register of the values from values[at] on, in the places where the mask has a bit, else 0.
+
+    mask: of as many bits as a register has values.
+    """
+    bits = kind.dtype.bitwidth
+    lanes = mask.type.width
+    vector = ir.VectorType(ir.IntType(bits), lanes)
+    source = address(context, builder, kind, values, [at], vector)
+    register = builder.load(source, align=bits // 8)
+    if WIDE:  # in a register: the instruction that expands from memory is slow on Zen
+        copy = ir.FunctionType(vector, [vector])
+        register = builder.asm(copy, "", "=v,0", [register], False)
+    selected = builder.bitcast(mask, ir.VectorType(BIT, lanes))
+    name = f"llvm.x86.avx512.mask.expand.v{lanes}i{bits}"
+    return native(builder, name, vector, [register, ir.Constant(vector, None), selected])
+
+
+def expand_span(
+    context,
+    builder,
+    kind,
+    values,
+    at,
+    mask,
+):
+    """A span in its registers: values from values[at] on where the mask has a bit, else 0."""
+    lanes = 512 // kind.dtype.bitwidth
+    registers = []
+    for first in range(0, SPAN, lanes):
+        shifted = builder.lshr(mask, mask.type(first))
+        part = builder.trunc(shifted, ir.IntType(lanes))
+        registers.append(expanded(context, builder, kind, values, at, part))
+        at = builder.add(at, builder.zext(builder.ctpop(part), at.type))
+    return registers
+
+
 @intrinsic
 def expand(
     typing,
@@ -375,28 +419,59 @@ def expand(
         arguments,
     ):
         values, at, mask, row, base = arguments
-        bits = signature.args[0].dtype.bitwidth
-        lanes = 512 // bits
-        vector = ir.VectorType(ir.IntType(bits), lanes)
-        for first in range(0, SPAN, lanes):
-            source = address(context, builder, signature.args[0], values, [at], vector)
-            register = builder.load(source, align=bits // 8)
-            if WIDE:  # in a register: the instruction that expands from memory is slow on Zen
-                kind = ir.FunctionType(vector, [vector])
-                register = builder.asm(kind, "", "=v,0", [register], False)
-            shifted = builder.lshr(mask, mask.type(first))
-            part = builder.trunc(shifted, ir.IntType(lanes))
-            selected = builder.bitcast(part, ir.VectorType(BIT, lanes))
-            name = f"llvm.x86.avx512.mask.expand.v{lanes}i{bits}"
-            arguments = [register, ir.Constant(vector, None), selected]
-            expanded = native(builder, name, vector, arguments)
-            column = builder.add(base, base.type(first))
-            target = address(context, builder, signature.args[3], row, [column], vector)
-            builder.store(expanded, target, align=bits // 8)
-            at = builder.add(at, builder.zext(builder.ctpop(part), at.type))
+        registers = expand_span(context, builder, signature.args[0], values, at, mask)
+        for number, register in enumerate(registers):
+            column = builder.add(base, base.type(number * register.type.count))
+            target = address(context, builder, signature.args[3], row, [column], register.type)
+            builder.store(register, target, align=signature.args[0].dtype.bitwidth // 8)
         return context.get_dummy_value()
 
     return types.none(values, types.uint64, types.uint32, row, types.uint64), generate
+
+
+@intrinsic
+def add_expanded(
+    typing,
+    sums,
+    values,
+    at,
+    mask,
+    x,
+    t,
+    span,
+):
+    """sums += one span of inputs of a row of S with the tokens from t on. The row's values of this
+    span are those from values[at] on, where the mask has a bit. Reads 32 values.
+    """
+
+    def generate(
+        context,
+        builder,
+        signature,
+        arguments,
+    ):
+        sums, values, at, mask, x, t, span = arguments
+        kind, values_kind, _, _, x_kind, _, _ = signature.args
+        is_float = isinstance(values_kind.dtype, types.Float)
+        registers = expand_span(context, builder, values_kind, values, at, mask)
+        numbers = FLOATS if is_float else BFLOATS
+        for part, register in enumerate(registers):
+            factors = builder.bitcast(register, numbers)
+            column = builder.mul(span, span.type(SPAN))
+            column = builder.add(column, span.type(part * numbers.count))
+            for j in range(kind.tokens):
+                token = builder.add(t, t.type(j))
+                source = address(context, builder, x_kind, x, [token, column], numbers)
+                inputs = builder.load(source, align=1)
+                total = builder.extract_value(sums, j)
+                arguments = [factors, inputs, total] if is_float else [total, factors, inputs]
+                name = "llvm.fma.v16f32" if is_float else PRODUCTS_BF16
+                total = native(builder, name, FLOATS, arguments)
+                sums = builder.insert_value(sums, total, j)
+        return sums
+
+    index = types.uint64
+    return sums(sums, values, index, types.uint32, x, index, index), generate
 
 
 @intrinsic

@@ -19,16 +19,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hasslefree.core.linalg import multiplies_tiles
-from hasslefree.errors import PatternError, ShapeError
+from hasslefree.errors import ShapeError
 from hasslefree.packed.kernels.arrays import (
     LayerArrays,
-    as_numpy,
     bits_of,
     is_traced,
+    masks_of,
     numba_kernels,
+    row_starts,
     workspace,
 )
-from hasslefree.packed.layouts import Layout, PackedGroups
+from hasslefree.packed.layouts import Bitmask, Layout, PackedGroups
 
 # The number of tokens from which unpacking some rows once is cheaper than reading packed rows for
 # every token. With the vectors of `cpu.WIDE`, 2:4 halves the products as well, and float32 is never
@@ -36,7 +37,9 @@ from hasslefree.packed.layouts import Layout, PackedGroups
 DIRECT_2_4 = {torch.float32: math.inf, torch.bfloat16: 33}
 DIRECT_2_4_AMX = {torch.float32: math.inf, torch.bfloat16: 13}
 DIRECT_2_4_SCALAR = {torch.float32: 2, torch.bfloat16: 2}
-DIRECT = {torch.float32: 6, torch.bfloat16: 6}
+# Other patterns: with the vectors of `cpu.WIDE`, and without.
+DIRECT = {torch.float32: 17, torch.bfloat16: 17}
+DIRECT_SCALAR = {torch.float32: 6, torch.bfloat16: 6}
 # Tokens that run through the packed rows of 2:4 together: their inputs stay in the second level of
 # the cache.
 TOGETHER = 32
@@ -54,20 +57,14 @@ def product(
     values: Tensor,
     index: Tensor,
     layout: Layout,
-    u: Tensor | None = None,
-    v: Tensor | None = None,
-    bias: Tensor | None = None,
 ) -> Tensor:
-    """x Sᵀ; or with factors, for few tokens and N:M that is not stored as masks, x (S + u v)ᵀ + b.
+    """x Sᵀ.
 
     Args:
         x: (..., in), float32, bfloat16 or float16.
         values: of S, of x's dtype.
         index: of S, uint8.
         layout: how S is stored.
-        u: (out, r), of x's dtype.
-        v: (r, in), of x's dtype.
-        bias: (out,), only with factors.
 
     Returns:
         (..., out), of x's dtype; sums are float32.
@@ -79,7 +76,7 @@ def product(
         groups = linear_groups
         masked = linear_mask
     if isinstance(layout, PackedGroups):
-        y = groups(flat, values, index, layout.n, layout.m, u, v, bias)
+        y = groups(flat, values, index, layout.n, layout.m)
     else:
         y = masked(flat, values, index)
     return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -91,9 +88,6 @@ def groups_product(
     positions: Tensor,
     n: int,
     m: int,
-    u: Tensor | None = None,
-    v: Tensor | None = None,
-    bias: Tensor | None = None,
 ) -> Tensor:
     """`product` for the pattern N:M.
 
@@ -101,44 +95,10 @@ def groups_product(
     """
     _check_groups(x, values, positions, n, m)
     layout = PackedGroups(n, m)
-    if layout.is_mask:
-        return mask_product(x, values.reshape(-1), positions)
-    values = values.contiguous()
-    if v is not None or len(x) < direct_tokens(n, m).get(x.dtype, 0):
-        if (n, m) == (2, 4):
-            return _direct_2_4(x, values, positions, u, v, bias)
-        return _direct_groups(x, values, positions, layout, u, v, bias)
-    kernels = numba_kernels()
-    is_wide = (n, m) == (2, 4) and kernels.WIDE
-    is_whole = x.shape[1] % TABLE_INPUTS == 0
-    if is_wide and is_whole and x.dtype == torch.bfloat16 and not multiplies_tiles():
-        return _by_tables(x, values, positions)
-    stored = bits_of(values)
-    codes = positions.numpy()
-
-    def unpack(
-        start: int,
-        stop: int,
-        rows: Any,
-    ) -> None:
-        part = stored[start:stop].reshape(-1)
-        if is_wide:
-            kernels.unpack_2_4(part, codes[start:stop], rows, is_wide)
-        else:
-            kernels.unpack_positions(part, codes[start:stop], n, m, layout.position_bits, rows)
-
-    return _by_tiles(x, len(values), unpack)
-
-
-def direct_tokens(n: int, m: int) -> Mapping[torch.dtype, float]:
-    """The tokens, by dtype, from which rows of N:M are not read packed."""
-    if (n, m) != (2, 4):
-        return DIRECT
-    if not numba_kernels().WIDE:
-        return DIRECT_2_4_SCALAR
-    if multiplies_tiles():
-        return DIRECT_2_4_AMX
-    return DIRECT_2_4
+    is_many = len(x) >= direct_tokens(layout).get(x.dtype, 0)
+    if is_many and takes_tables(layout, x):
+        return _by_tables(x, values.contiguous(), positions)
+    return _by_layout(x, values, positions, layout)
 
 
 def mask_product(
@@ -157,34 +117,26 @@ def mask_product(
             f"the mask must have {row_bytes} bytes per row for inputs of width {x.shape[1]}, got"
             f" {mask.shape[1]}"
         )
-    kernels = numba_kernels()
-    values = values.contiguous()
-    rows_of_mask = mask.numpy()
-    counts = torch.empty(len(mask), dtype=torch.int64)
-    kernels.count_rows(rows_of_mask, counts.numpy())
-    marked = int(counts.sum())
-    if marked != values.numel():
-        raise PatternError(
-            f"the mask marks {marked} entries, but there are {values.numel()} values; load the"
-            " model again"
-        )
-    starts = (counts.cumsum(0) - counts).numpy()
-    if len(x) < DIRECT.get(x.dtype, 0):
-        y = torch.empty(len(x), len(mask))
-        inputs = x.float().contiguous().numpy()
-        kernels.dot_mask(as_numpy(values), starts, rows_of_mask, inputs, y.numpy(), kernels.WIDE)
-        return y.to(x.dtype)
-    stored = bits_of(values)
+    return _by_layout(x, values, mask, Bitmask())
 
-    def unpack(
-        start: int,
-        stop: int,
-        rows: Any,
-    ) -> None:
-        masks = rows_of_mask[start:stop]
-        kernels.unpack_mask(stored, starts[start:stop], masks, rows, kernels.WIDE)
 
-    return _by_tiles(x, len(mask), unpack)
+def takes_tables(layout: PackedGroups, x: Tensor) -> bool:
+    """Tell whether tables of these inputs (tokens, in) are the fastest for many tokens."""
+    if layout != PackedGroups(2, 4) or x.dtype != torch.bfloat16 or x.shape[1] % TABLE_INPUTS:
+        return False
+    return numba_kernels().WIDE and not multiplies_tiles()
+
+
+def direct_tokens(layout: PackedGroups | Bitmask) -> Mapping[torch.dtype, float]:
+    """The tokens, by dtype, from which rows are not read packed."""
+    is_2_4 = layout == PackedGroups(2, 4)
+    if not numba_kernels().WIDE:
+        return DIRECT_2_4_SCALAR if is_2_4 else DIRECT_SCALAR
+    if not is_2_4:
+        return DIRECT
+    if multiplies_tiles():
+        return DIRECT_2_4_AMX
+    return DIRECT_2_4
 
 
 as_operator: Any = functools.partial(torch.library.custom_op, mutates_args=(), device_types="cpu")
@@ -194,40 +146,44 @@ for operator in (linear_groups, linear_mask):
     operator.register_fake(lambda x, values, index, *_: x.new_empty(x.shape[0], index.shape[0]))
 
 
-def _direct_2_4(x: Tensor, *tensors: Tensor | None) -> Tensor:
-    """x (S + u v)ᵀ + b from the packed rows of 2:4. tensors: as for `LayerArrays`, any strides."""
-    contiguous = [None if tensor is None else tensor.contiguous() for tensor in tensors]
-    layer = LayerArrays(*contiguous)  # type: ignore[arg-type]
+def _by_layout(
+    x: Tensor,
+    values: Tensor,
+    index: Tensor,
+    layout: PackedGroups | Bitmask,
+) -> Tensor:
+    """x Sᵀ from the packed rows for few tokens, and from unpacked ones otherwise."""
+    values = values.contiguous()
+    if len(x) < direct_tokens(layout).get(x.dtype, 0):
+        return _direct(x, values, index, layout)
+    kernels = numba_kernels()
+    masks = masks_of(layout, index, x.shape[1])
+    starts = row_starts(masks, values.numel()).numpy()
+    stored = bits_of(values.view(-1))
+    rows_of_masks = masks.numpy()
+
+    def unpack(
+        start: int,
+        stop: int,
+        rows: Any,
+    ) -> None:
+        some = (starts[start:stop], rows_of_masks[start:stop])
+        kernels.unpack_by_masks(stored, *some, rows, kernels.WIDE)
+
+    return _by_tiles(x, len(index), unpack)
+
+
+def _direct(
+    x: Tensor,
+    values: Tensor,
+    index: Tensor,
+    layout: PackedGroups | Bitmask,
+) -> Tensor:
+    """x Sᵀ from the packed rows. values: contiguous."""
+    layer = LayerArrays(layout, x.shape[1], values, index.contiguous())
     if len(x) <= TOGETHER:
         return layer.product(x)
     return torch.cat([layer.product(part) for part in x.split(TOGETHER)])
-
-
-def _direct_groups(
-    x: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    layout: PackedGroups,
-    u: Tensor | None,
-    v: Tensor | None,
-    bias: Tensor | None,
-) -> Tensor:
-    """x (S + u v)ᵀ + b from the packed rows of any other N:M."""
-    kernels = numba_kernels()
-    inputs = x.float().contiguous().numpy()
-    y = torch.empty(len(x), len(values))
-    flat = as_numpy(values).reshape(-1)
-    codes = positions.numpy()
-    bits = layout.position_bits
-    kernels.dot_positions(flat, codes, layout.n, layout.m, bits, inputs, y.numpy())
-    if u is not None and v is not None:
-        no_bias = as_numpy(u.new_empty(0))
-        factors = (as_numpy(v.contiguous()), as_numpy(u.contiguous()))
-        kernels.add_layer(inputs, *factors, no_bias, y.numpy())
-    rounded = y.to(x.dtype)
-    if bias is None:
-        return rounded
-    return rounded + bias
 
 
 def _by_tables(
@@ -246,7 +202,7 @@ def _by_tables(
     remainder = tokens % llvm.TOKENS
     if 0 < remainder < DIRECT_2_4[x.dtype]:
         tokens -= remainder
-        y[tokens:] = _direct_2_4(x[tokens:], values, positions, None, None, None)
+        y[tokens:] = _direct(x[tokens:], values, positions, PackedGroups(2, 4))
     missing = -tokens % llvm.TOKENS
     inputs = F.pad(x[:tokens], (0, 0, 0, missing)) if missing else x[:tokens].contiguous()
     rows_per_thread = -(-out * len(inputs) // (threads * llvm.TOKENS))

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from hasslefree.packed.kernels import arrays, backends, ops
+from hasslefree.packed.kernels import arrays, backends
 from hasslefree.packed.kernels.arrays import FactorArrays, LayerArrays, is_traced, takes_few
 from hasslefree.packed.kernels.int4 import Int4
-from hasslefree.packed.layouts import PackedGroups
+from hasslefree.packed.layouts import Columns
 from hasslefree.packed.spec import LayerSpec
 
 if TYPE_CHECKING:
@@ -44,16 +44,11 @@ class Kernel(Protocol):
 
 def kernel_for(spec: LayerSpec) -> Kernel:
     """The kernel of a layer."""
-    layout = spec.layout
     if spec.grid is not None:
         return Int4Kernel()
-    if not isinstance(layout, PackedGroups):
+    if isinstance(spec.layout, Columns):
         return NoKernel()
-    if spec.factor_bits is None:
-        return GroupsKernel()
-    if (layout.n, layout.m) == (2, 4):
-        return CodedFactorsKernel()
-    return NoKernel()
+    return NumbaKernel()
 
 
 class NoKernel:
@@ -68,109 +63,65 @@ class NoKernel:
         pass
 
 
-class GroupsKernel:
-    """The backend `numba` for N:M with a few tokens."""
-
-    bytes = 0  # arrays share the memory of the tensors
-
-    def __init__(self) -> None:
-        self.arrays: LayerArrays | None = None
-        self.key: tuple[int, ...] = ()  # of the tensors of these arrays
-
-    def product(self, layer: "SparseLowRankLinear", x: Tensor) -> Tensor | None:
-        if not backends.HAS_NUMBA or layer.backend not in (None, "numba"):
-            return None
-        # Python's overhead counts for a token: no look-up of a tensor by the module.
-        parameters = layer._parameters
-        values = parameters["values"]
-        index = layer._buffers["positions"]
-        assert values is not None
-        assert index is not None
-        if not takes_few(x) or x.dtype != values.dtype:
-            return None
-        if not values.is_cpu or not x.is_cpu or x.shape[-1] != layer.in_features:
-            return None
-        u = parameters["low_rank_u"]
-        v = parameters["low_rank_v"]
-        bias = parameters["bias"]
-        layout = layer.spec.layout
-        assert isinstance(layout, PackedGroups)
-        if (layout.n, layout.m) == (2, 4) and not is_traced(x):
-            layer_arrays = self._prepare(values, index, u, v, bias)
-            if layer_arrays is not None:
-                return layer_arrays.product(x)
-        if v is None or layout.is_mask:
-            return None
-        return ops.product(x, values, index, layout, u, v, bias)
-
-    def _prepare(
-        self, values: Tensor, index: Tensor, *factors: Tensor | None
-    ) -> LayerArrays | None:
-        """Return the arrays of these tensors, made when tensors were replaced; None if one is not
-        contiguous.
-        """
-        tensors = (values, index, *factors)
-        key = tuple([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
-        if self.key == key:
-            return self.arrays
-        self.key = key
-        self.arrays = None
-        for tensor in tensors:
-            if tensor is not None and not tensor.is_contiguous():
-                return None
-        self.arrays = LayerArrays(values, index, *factors)
-        return self.arrays
-
-    def release(self, layer: "SparseLowRankLinear") -> None:
-        """The tensors stay in the layer."""
-
-
-class CodedFactorsKernel:
-    """The backend `numba` for 2:4 in bfloat16 with factors in eight bits, with a few tokens: a call
-    for S, and one for L.
+class NumbaKernel:
+    """The backend `numba` with a few tokens: a call for the whole layer, or where the factors are
+    codes, one for S and one for L.
     """
-
-    bytes = 0  # arrays share the memory of the tensors, except scales and bias
 
     def __init__(self) -> None:
         self.sparse: LayerArrays | None = None
         self.factors: FactorArrays | None = None
         self.key: tuple[tuple[int, int], ...] = ()  # of the tensors of these arrays
 
+    @property
+    def bytes(self) -> int:
+        if self.sparse is None:
+            return 0
+        return self.sparse.bytes
+
     def product(self, layer: "SparseLowRankLinear", x: Tensor) -> Tensor | None:
         if not backends.HAS_NUMBA or layer.backend not in (None, "numba") or layer.wide_factors:
             return None
-        if is_traced(x) or not takes_few(x) or x.dtype != torch.bfloat16 or not x.is_cpu:
+        if is_traced(x) or not takes_few(x) or not x.is_cpu:
+            return None
+        values = layer._parameters["values"]  # no look-up by the module: a token takes little time
+        assert values is not None
+        if x.shape[-1] != layer.in_features or x.dtype != values.dtype:
             return None
         key = key_of(layer)
         if key != self.key:
             self._prepare(layer)
             self.key = key
-        if self.sparse is None or self.factors is None or x.shape[-1] != layer.in_features:
+        if self.sparse is None:
             return None
         y = self.sparse.product(x)
-        self.factors.add(x.reshape(-1, layer.in_features).contiguous(), y)
+        if self.factors is not None:
+            self.factors.add(x.reshape(-1, layer.in_features).contiguous(), y)
         return y
 
     def _prepare(self, layer: "SparseLowRankLinear") -> None:
         """Make the arrays, unless several threads are faster for L."""
         self.release(layer)
-        parameters = layer._parameters
-        values = parameters["values"]
+        values = layer.values
+        layout = layer.spec.layout
+        assert not isinstance(layout, Columns)
+        for tensor in (*layer._parameters.values(), *layer._buffers.values()):
+            if tensor is not None and not (tensor.is_cpu and tensor.is_contiguous()):
+                return
+        stored = (layout, layer.in_features, values, layer.index)
         u = layer.low_rank_u
         v = layer.low_rank_v
-        assert values is not None
+        if layer.spec.factor_bits is None:
+            self.sparse = LayerArrays(*stored, u, v, layer.bias)
+            return
         assert u is not None
         assert v is not None
-        if values.dtype != torch.bfloat16 or not values.is_cpu:
+        if values.dtype != torch.bfloat16 or u.numel() + v.numel() > MAX_FACTORS:
             return
-        if u.numel() + v.numel() > MAX_FACTORS:
-            return
-        if not values.is_contiguous() or not layer.index.is_contiguous():
-            return
-        scales = parameters["low_rank_u_scale"], parameters["low_rank_v_scale"]
-        self.sparse = LayerArrays(values, layer.index, None, None, None)
-        self.factors = FactorArrays(u, v, *scales, parameters["bias"])
+        u_scale = layer.get_parameter("low_rank_u_scale")
+        v_scale = layer.get_parameter("low_rank_v_scale")
+        self.sparse = LayerArrays(*stored)
+        self.factors = FactorArrays(u, v, u_scale, v_scale, layer.bias)
 
     def release(self, layer: "SparseLowRankLinear") -> None:
         self.sparse = None
