@@ -25,6 +25,9 @@ masks = importlib.import_module("hasslefree.packed.kernels.masks")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Positions in one byte, across bytes, of no bits; masks of 5, 4 and 8 bits; a group that is longer than a word.
 PATTERNS = [(2, 4), (1, 4), (2, 8), (1, 12), (2, 66), (1, 1), (2, 5), (3, 4), (4, 8), (3, 8), (4, 4), (0, 4)]
+# Of this processor, and of those with less.
+STEPS = [step for step in (0, masks.WITH_AVX2, masks.WITH_AVX512) if step <= masks.STEP]
+steps = pytest.mark.parametrize("step", STEPS)
 # On both sides of every change of way.
 TOKENS = st.sampled_from([1, 2, 5, 6, 16, 17, 50])
 
@@ -69,15 +72,15 @@ def test_products_of_a_bitmask(out, width, tokens, dtype, share, seed):
     reference.assert_close(y, x, s)
 
 
-@pytest.mark.parametrize("wide", [True, False])
+@steps
 @pytest.mark.parametrize(
     ("pattern", "dtype"), [(p, DTYPES[i % 3]) for i, p in enumerate([p for p in PATTERNS if p[0]] + [(1, 1030)])]
 )
-def test_rows_are_unpacked_exactly(pattern, dtype, wide, monkeypatch):
+def test_rows_are_unpacked_exactly(pattern, dtype, step, monkeypatch):
     """Oracle: the matrix that was packed, by registers and bit by bit. An odd number of groups leaves half a byte; the
     last row has no values behind it; positions of 1:1030 lie across three bytes.
     """
-    monkeypatch.setattr(masks, "WIDE", masks.WIDE and wide)
+    monkeypatch.setattr(masks, "STEP", step)
     for groups in (1, 2, 7, 8, 9, 33):
         if groups * pattern[1] > 3000:
             continue
@@ -90,11 +93,12 @@ def test_rows_are_unpacked_exactly(pattern, dtype, wide, monkeypatch):
         reference.assert_close(ops.linear_groups(x, values, positions, *pattern), x, s)
 
 
-@pytest.mark.parametrize(("dtype", "wide"), [(torch.float32, True), (torch.bfloat16, True), (torch.float32, False)])
+@steps
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("groups", [1, 4, 7, 8, 9, 33, 513])
-def test_registers_of_2_4_and_what_they_leave(groups, dtype, wide, monkeypatch):
-    """Whole registers and every remainder, with and without AVX-512, for one token and more than go at once."""
-    monkeypatch.setattr(masks, "WIDE", masks.WIDE and wide)
+def test_registers_of_2_4_and_what_they_leave(groups, dtype, step, monkeypatch):
+    """Whole registers and every remainder, with and without vectors, for one token and more than go at once."""
+    monkeypatch.setattr(masks, "STEP", step)
     monkeypatch.setattr(ops, "direct_tokens", lambda layout: {dtype: 100})
     s = reference.sparse(7, groups, 2, 4, dtype, seed=groups)
     packed = reference.pack_groups(s, 2, 4)
@@ -116,9 +120,9 @@ def test_a_layer_of_several_tiles_that_do_not_come_out_even(tokens, monkeypatch)
 @given(
     layout=st.sampled_from([*[PackedGroups(*pattern) for pattern in PATTERNS], Bitmask()]), out=st.integers(1, 70),
     groups=st.integers(1, 40), rank=st.integers(0, 20), with_bias=st.booleans(), tokens=st.integers(1, 9),
-    wide=st.booleans(), dtype=st.sampled_from([torch.float32, torch.bfloat16]), seed=st.integers(0, 99),
+    step=st.sampled_from(STEPS), dtype=st.sampled_from([torch.float32, torch.bfloat16]), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_a_whole_layer_in_one_call(layout, out, groups, rank, with_bias, tokens, wide, dtype, seed):
+def test_a_whole_layer_in_one_call(layout, out, groups, rank, with_bias, tokens, step, dtype, seed):
     """Oracle: the sum of its products in float64. Bits of a mask fill registers if 32 divides the inputs."""
     n, m = (layout.n, layout.m) if isinstance(layout, PackedGroups) else (16, 32)
     s = reference.sparse(out, groups, n, m, dtype, seed)
@@ -126,7 +130,7 @@ def test_a_whole_layer_in_one_call(layout, out, groups, rank, with_bias, tokens,
     u, v, b = (inputs(*shape, dtype, seed + 1) for shape in ((out, rank), (rank, s.shape[1]), (1, out)))
     x = inputs(tokens, s.shape[1], dtype, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(masks, "WIDE", masks.WIDE and wide)
+        patch.setattr(masks, "STEP", step)
         layer = arrays.LayerArrays(layout, s.shape[1], *packed, u, v, b[0] if with_bias else None)
         y = layer.product(x)
     assert y.dtype == dtype
@@ -157,7 +161,7 @@ def test_every_pair_of_a_table_is_exact(monkeypatch):
     s = reference.sparse(96, 32, 2, 4, torch.bfloat16, seed=2, empty_rows=False)
     packed = reference.pack_groups(s, 2, 4)
     assert torch.equal(ops.linear_groups(torch.eye(128).bfloat16(), *packed, 2, 4).T, s)
-    if not arrays.numba_kernels().WIDE:
+    if masks.STEP != masks.WITH_AVX512:
         pytest.skip("this processor multiplies unpacked rows, in which a zero times NaN is NaN: tables need AVX-512")
     for value in (float("inf"), float("nan")):
         x = torch.zeros(64, 128).bfloat16()
@@ -202,13 +206,15 @@ def test_no_index_reaches_outside_its_row(width):
     assert (bits == [0, 0, 0, 0, 1]).all(), "the last of its group"
     rows = np.full((2, width), 7, np.uint32)
     all_set = np.full((1, -(-width // 8)), 255, np.uint8)
-    masks.unpack_by_masks(np.ones(width + 64, np.uint32), np.zeros(1, np.int64), all_set, rows[:1], masks.WIDE)
+    masks.unpack_by_masks(np.ones(width + 64, np.uint32), np.zeros(1, np.int64), all_set, rows[:1], masks.STEP)
     assert (rows[0] == 1).all()
     assert (rows[1] == 7).all()
 
 
-def test_registers_read_no_value_beyond_the_last():
+@steps
+def test_registers_read_no_value_beyond_the_last(step, monkeypatch):
     """The memory of the values ends where a page does: reading further would end the process."""
+    monkeypatch.setattr(masks, "STEP", step)
     page = 1 << 16
     memory = mmap.mmap(-1, page)
     s = inputs(3, 64, torch.float32) * (torch.arange(64) % 4 == 0)

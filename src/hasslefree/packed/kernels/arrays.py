@@ -56,7 +56,9 @@ class LayerArrays:
     ):
         self.out = len(index)
         self.bytes = 0  # beside the tensors
-        self.is_2_4 = layout == PackedGroups(2, 4)
+        kernels = numba_kernels()
+        # With AVX2, masks are faster than pairs of inputs.
+        self.is_2_4 = layout == PackedGroups(2, 4) and kernels.STEP != kernels.WITH_AVX2
         if u is None or v is None:
             u = values.new_empty(self.out, 0)
             v = values.new_empty(0, width)
@@ -80,8 +82,11 @@ class LayerArrays:
         inputs = as_numpy(x.contiguous()).reshape(-1, x.shape[-1])
         outputs = as_numpy(y).reshape(-1, self.out)
         kernels = numba_kernels()
-        layer = kernels.layer_2_4 if self.is_2_4 else kernels.layer_by_masks
-        layer(*self.arrays, inputs, outputs, kernels.WIDE)
+        if self.is_2_4:
+            wide = kernels.STEP == kernels.WITH_AVX512
+            kernels.layer_2_4(*self.arrays, inputs, outputs, wide)
+        else:
+            kernels.layer_by_masks(*self.arrays, inputs, outputs, kernels.STEP)
         return y
 
 

@@ -25,8 +25,8 @@ GROUPS = 16
 CODES = 11
 TABLE_ROWS = GROUPS * CODES + 5
 
-NEEDED = {"+avx512f", "+avx512vbmi2", "+avx512bf16"}
-WIDE = set(get_host_cpu_features().split(",")) >= NEEDED
+FEATURES = set(get_host_cpu_features().split(","))
+WIDE = {"+avx512f", "+avx512vbmi2", "+avx512bf16"} <= FEATURES
 
 FLOAT = ir.FloatType()
 FLOATS = ir.VectorType(FLOAT, LANES)
@@ -102,6 +102,16 @@ def native(
     """
     if not WIDE:
         return ir.Constant(result, None)
+    return call(builder, name, result, arguments)
+
+
+def call(
+    builder,
+    name,
+    result,
+    arguments,
+):
+    """Call an intrinsic of LLVM."""
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     function = cgutils.get_or_insert_function(builder.module, kind, name)
     return builder.call(function, arguments)

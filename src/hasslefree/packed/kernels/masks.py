@@ -1,7 +1,7 @@
 """Numba kernels for S of any pattern by the mask of a row: its product with a few tokens, and S
 unpacked into dense rows.
 
-Arrays, sums and `wide` are as in `cpu`. Masks of N:M are made from its positions first. A position
+Arrays and sums are as in `cpu`. Masks of N:M are made from its positions first. A position
 beyond its group counts as the group's last, and bits of a mask beyond the row are ignored, so that
 no index, however wrong, reaches outside a row.
 """
@@ -9,8 +9,10 @@ no index, however wrong, reaches outside a row.
 import numpy as np
 from numba import prange
 
+from hasslefree.packed.kernels import octets
 from hasslefree.packed.kernels.cpu import (
     AHEAD,
+    WIDE,
     add_factors,
     dot,
     row_function,
@@ -19,8 +21,8 @@ from hasslefree.packed.kernels.cpu import (
     u8,
     u32,
     u64,
+    widen,
 )
-from hasslefree.packed.kernels.cpu import WIDE as WIDE
 from hasslefree.packed.kernels.cpu import layer_2_4 as layer_2_4
 from hasslefree.packed.kernels.llvm import (
     SPAN,
@@ -35,6 +37,15 @@ from hasslefree.packed.kernels.llvm import (
 
 # A position is read from four bytes at once, wherever in the row it starts.
 WINDOW = 4
+# Inputs that this processor takes at once: with AVX-512, with AVX2, and without either.
+WITH_AVX512 = SPAN
+WITH_AVX2 = octets.STEP
+if WIDE:
+    STEP = WITH_AVX512
+elif octets.HAS_AVX2:
+    STEP = WITH_AVX2
+else:
+    STEP = 0
 # Tokens that share the expanded values of a row.
 TOGETHER = 4
 
@@ -90,7 +101,7 @@ def expand_mask(
     start,
     mask,
     row,
-    wide,
+    step,
 ):
     """One row from its mask. values: flat, the row's from `start`; mask: bytes. Reads no value that
     is not there.
@@ -98,7 +109,7 @@ def expand_mask(
     k = u64(start)
     at = u64(0)
     width = u64(row.shape[0])
-    while wide and at + u64(SPAN) <= width and k + u64(SPAN) <= u64(values.shape[0]):
+    while step == WITH_AVX512 and at + u64(SPAN) <= width and k + u64(SPAN) <= u64(values.shape[0]):
         bits = load_word(mask, at >> u64(3))
         prefetch(values, k, AHEAD)
         expand(values, k, bits, row, at)
@@ -148,31 +159,39 @@ def layer_by_masks(
     bias,
     x,
     y,
-    wide,
+    step,
 ):
     """y = x (S + u v)ᵀ + bias, summed in float32 and rounded once.
 
-    values: flat; starts: (out,) where each row's begin; masks: (out, bytes); the others as for
-    `layer_2_4`.
+    values: flat; starts: (out,) where each row's begin; masks: (out, bytes); step: `STEP`; the
+    others as for `layer_2_4`.
     """
     width = u64(x.shape[1])
     tokens = u64(x.shape[0])
     together = tokens - tokens % u64(TOGETHER)
     sums = np.empty(y.shape, np.float32)
     hidden = np.empty((x.shape[0], v.shape[0]), np.float32)
+    wide_x = np.empty(x.shape if step == WITH_AVX2 else (0, 0), np.float32)
+    for t in range(u64(wide_x.shape[0])):
+        for j in range(width):
+            wide_x[t, j] = widen(x[t, j])
     for k in prange(v.shape[0]):
         for t in range(tokens):
             hidden[t, k] = dot(v[k], x[t])
     for o in prange(masks.shape[0]):
         # Registers are filled whole: what they read must be there.
-        if wide and width % u64(SPAN) == 0 and u64(starts[o]) + width <= u64(values.shape[0]):
+        fits = u64(starts[o]) + width <= u64(values.shape[0]) and width % u64(SPAN) == 0
+        if fits and step == WITH_AVX2:
+            for t in range(tokens):
+                octets.dot_octets(values, starts[o], masks[o], o, wide_x, t, sums)
+        elif fits and step == WITH_AVX512:
             for t in range(u64(0), together, u64(TOGETHER)):
                 dot_wide(values, starts[o], masks[o], o, x, t, sums, zeros(1, TOGETHER))
             for t in range(together, tokens):
                 dot_wide(values, starts[o], masks[o], o, x, t, sums, zeros(1, 1))
         else:
             row = np.empty(x.shape[1], values.dtype)
-            expand_mask(values, starts[o], masks[o], row, wide)
+            expand_mask(values, starts[o], masks[o], row, step)
             for t in range(tokens):
                 sums[t, o] = dot(row, x[t])
         add_factors(sums, u, hidden, bias, y, o)
@@ -184,11 +203,11 @@ def unpack_by_masks(
     starts,
     masks,
     rows,
-    wide,
+    step,
 ):
     """rows: (out, in). values: flat bits; starts: (out,); masks: (out, bytes)."""
     for o in prange(rows.shape[0]):
-        expand_mask(values, starts[o], masks[o], rows[o], wide)
+        expand_mask(values, starts[o], masks[o], rows[o], step)
 
 
 @rows_in_parallel

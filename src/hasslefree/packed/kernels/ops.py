@@ -32,12 +32,10 @@ from hasslefree.packed.kernels.arrays import (
 from hasslefree.packed.layouts import Bitmask, Layout, PackedGroups
 
 # The number of tokens from which unpacking some rows once is cheaper than reading packed rows for
-# every token. With the vectors of `cpu.WIDE`, 2:4 halves the products as well, and float32 is never
-# unpacked.
+# every token. With AVX-512, 2:4 halves the products as well, and float32 is never unpacked.
 DIRECT_2_4 = {torch.float32: math.inf, torch.bfloat16: 33}
 DIRECT_2_4_AMX = {torch.float32: math.inf, torch.bfloat16: 13}
-DIRECT_2_4_SCALAR = {torch.float32: 2, torch.bfloat16: 2}
-# Other patterns: with the vectors of `cpu.WIDE`, and without.
+# Other patterns, and 2:4 with AVX2; and without both.
 DIRECT = {torch.float32: 17, torch.bfloat16: 17}
 DIRECT_SCALAR = {torch.float32: 6, torch.bfloat16: 6}
 # Tokens that run through the packed rows of 2:4 together: their inputs stay in the second level of
@@ -124,15 +122,16 @@ def takes_tables(layout: PackedGroups, x: Tensor) -> bool:
     """Tell whether tables of these inputs (tokens, in) are the fastest for many tokens."""
     if layout != PackedGroups(2, 4) or x.dtype != torch.bfloat16 or x.shape[1] % TABLE_INPUTS:
         return False
-    return numba_kernels().WIDE and not multiplies_tiles()
+    kernels = numba_kernels()
+    return kernels.STEP == kernels.WITH_AVX512 and not multiplies_tiles()
 
 
 def direct_tokens(layout: PackedGroups | Bitmask) -> Mapping[torch.dtype, float]:
     """The tokens, by dtype, from which rows are not read packed."""
-    is_2_4 = layout == PackedGroups(2, 4)
-    if not numba_kernels().WIDE:
-        return DIRECT_2_4_SCALAR if is_2_4 else DIRECT_SCALAR
-    if not is_2_4:
+    kernels = numba_kernels()
+    if not kernels.STEP:
+        return DIRECT_SCALAR
+    if layout != PackedGroups(2, 4) or kernels.STEP == kernels.WITH_AVX2:
         return DIRECT
     if multiplies_tiles():
         return DIRECT_2_4_AMX
@@ -168,7 +167,7 @@ def _by_layout(
         rows: Any,
     ) -> None:
         some = (starts[start:stop], rows_of_masks[start:stop])
-        kernels.unpack_by_masks(stored, *some, rows, kernels.WIDE)
+        kernels.unpack_by_masks(stored, *some, rows, kernels.STEP)
 
     return _by_tiles(x, len(index), unpack)
 
