@@ -66,7 +66,8 @@ def inference(content: Content) -> Iterable[Row]:
             }
 
 
-# Of each result file, the flags of the folders by their model. Prompts ran otherwise at the time of the last one.
+# Of each result file, the flags of the folders by their model; {label} is what the file says. Prompts ran otherwise at
+# the time of the last one.
 WRITERS = {
     "generation_quantised": {
         "SmolLM2-135M-Instruct": "SmolLM2-135M: `--size 5.2bits`",
@@ -77,7 +78,7 @@ WRITERS = {
     "generation_pruned_quantised": {
         "SmolLM2-135M-Instruct": "SmolLM2-135M: `--pattern 2:4 --bits 6 --rank 96 --factor-bits 8`"
     },
-    "generation_bitmask": {"SmolLM2-135M-Instruct": "SmolLM2-135M: `--pattern 4:8 --rank 16`"},
+    "generation_patterns": {"SmolLM2-135M-Instruct": "SmolLM2-135M: {label}"},
     "generation": {"smollm2": "SmolLM2-135M: `--pattern 2:4 --rank 16`"},
     "generation_one_thread": {
         "smollm2": "SmolLM2-135M: `--pattern 2:4 --rank 16`",
@@ -96,8 +97,9 @@ def generation(_content: Content) -> Iterable[Row]:
         found = load(file)
         cpu = f"{found['machine']['processor']}, {found['machine']['threads']}"
         for model, (dense, *ways) in found["models"].items():
+            folder, _, label = model.partition(", ")
             for way in ways:
-                row = {"megabytes": None, **way, "dense": dense, "cpu": cpu, "flags": flags[model.partition(",")[0]]}
+                row = {"megabytes": None, **way, "dense": dense, "cpu": cpu, "flags": flags[folder].format(label=label)}
                 if way["way"] == "unpacked":
                     row["flags"] += ", unpacked"
                 if file == "generation_four_bits":

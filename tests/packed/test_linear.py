@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -299,25 +300,35 @@ def assigned_transposed(layer):
     layer.values.data = layer.values.data.T.contiguous().T
 
 
-@pytest.mark.parametrize("change", [changed_in_place, loaded_anew, moved_and_back, assigned, assigned_transposed])
-def test_a_layer_that_changed_multiplies_what_it_is_now(change):
+def with_other_masks(layer):
+    layer.index.copy_(layer.index << 5)  # the first three of eight become the last three
+
+
+CHANGES = [changed_in_place, loaded_anew, moved_and_back, assigned, assigned_transposed]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "change"), [*itertools.product(["2:4", "2:8", "3:8"], CHANGES), ("3:8", with_other_masks)]
+)
+def test_a_layer_that_changed_multiplies_what_it_is_now(pattern, change):
     """Oracle: float64 on the dense matrix. For a few tokens the arrays of a layer are kept from call to call."""
-    layer, x = layer_of("2:4", width=128), torch.randn(2, 128)  # more than the vectors of a register
+    layer, x = layer_of(pattern, width=128), torch.randn(2, 128)  # more than the vectors of a register
     with torch.no_grad():
         layer(x)
         change(layer)
+        y = layer(x)  # before S is unpacked, for which the arrays are given up
         u, v = layer.factors()
         dense = layer.unpacked().double() + u.double() @ v.double()
-        torch.testing.assert_close(
-            layer(x).double(), F.linear(x.double(), dense, layer.bias.double()), rtol=1e-5, atol=1e-5
-        )
+        expected = F.linear(x.double(), dense, layer.bias.double())
+        torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("pattern", ["2:4", "2:8", "3:8", "unstructured"])
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_coded_factors_of_2_4_for_a_few_tokens(tokens, with_bias):
+def test_coded_factors_for_a_few_tokens(pattern, tokens, with_bias):
     """Oracle: float64 on the dense matrix from the codes, before and after the scales change."""
-    layer, result = coded_layer("2:4", torch.bfloat16, with_bias)
+    layer, result = coded_layer(pattern, torch.bfloat16, with_bias)
     x = torch.randn(tokens, 24, dtype=torch.bfloat16)
     for _ in range(2):
         u, v = layer.factors()

@@ -1,5 +1,6 @@
 """Products and unpacked rows from packed tensors, on the CPU. Oracle: float64 on the dense matrix."""
 
+import ctypes
 import importlib
 import json
 import mmap
@@ -211,18 +212,25 @@ def test_no_index_reaches_outside_its_row(width):
     assert (rows[1] == 7).all()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="forbids a page by mprotect")
 @steps
 def test_registers_read_no_value_beyond_the_last(step, monkeypatch):
-    """The memory of the values ends where a page does: reading further would end the process."""
+    """The values end where a page begins that nobody may read: to read it would end the process."""
     monkeypatch.setattr(masks, "STEP", step)
-    page = 1 << 16
-    memory = mmap.mmap(-1, page)
+    page = mmap.PAGESIZE
+    memory = torch.frombuffer(mmap.mmap(-1, 2 * page), dtype=torch.float32)
     s = inputs(3, 64, torch.float32) * (torch.arange(64) % 4 == 0)
     values, mask = reference.pack_mask(s)
-    at_end = torch.frombuffer(memory, dtype=torch.float32)[-len(values) :]
+    at_end = memory[: page // 4][-len(values) :]
     at_end.copy_(values)
     x = inputs(1, 64, torch.float32)
-    reference.assert_close(arrays.LayerArrays(Bitmask(), 64, at_end, mask).product(x), x, s)
+    protect = ctypes.CDLL(None).mprotect
+    second = ctypes.c_void_p(memory.data_ptr() + page)
+    assert protect(second, ctypes.c_size_t(page), 0) == 0  # PROT_NONE
+    try:
+        reference.assert_close(arrays.LayerArrays(Bitmask(), 64, at_end, mask).product(x), x, s)
+    finally:
+        protect(second, ctypes.c_size_t(page), mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def test_shapes_and_dtypes_that_do_not_go_together_are_errors():
