@@ -16,10 +16,9 @@ from huggingface_hub.errors import (
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from hasslefree.errors import ModelError
+from hasslefree.texts.hub import PATIENCE
 
 ADAPTER = "adapter_config.json"
-# Seconds for the hub to answer the request that says whether a model exists.
-PATIENCE = 5
 
 
 def check_name(name: str) -> None:

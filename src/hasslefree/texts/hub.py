@@ -9,7 +9,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from hasslefree.errors import CalibrationError, option
 
-# Seconds for the hub to answer the request that says whether it is reachable.
+# Seconds for the hub to answer a request that says whether it, or a model on it, is reachable.
 PATIENCE = 5
 _PTB = "hf://datasets/ptb-text-only/ptb_text_only@refs%2Fconvert%2Fparquet/penn_treebank/{}/0000.parquet"
 
@@ -36,67 +36,36 @@ class Protocol:
     first_token: bool = True
 
 
+# The protocol of texts of which no figures are published.
+FEW = Protocol(documents=1100, windows=256)
+
+
 @dataclass(frozen=True)
 class HubText:
     """A public text on the hub.
 
     Args:
         calibration, evaluation: the arguments of `datasets.load_dataset` for each use.
-        field: the field of a row that holds the text, or the messages of a conversation.
         protocol: how the perplexity is measured.
+        field: the field of a row that holds the text, or the messages of a conversation.
         lines: rows are lines of one document.
     """
 
     calibration: dict[str, Any]
     evaluation: dict[str, Any]
-    field: str
-    protocol: Protocol
+    protocol: Protocol = FEW
+    field: str = "text"
     lines: bool = False
 
 
-# The texts and protocols of SparseGPT's experiments (arXiv 2301.00774), which the paper's public
-# code shares: whole windows alone; of C4 the first shard for calibration, and 256 windows of its
-# first 1,100 validation documents.
-HUB_TEXTS = {
-    "c4": HubText(
-        {
-            "path": "allenai/c4",
-            "data_files": "en/c4-train.00000-of-01024.json.gz",
-            "split": "train",
-        },
-        {
-            "path": "allenai/c4",
-            "data_files": "en/c4-validation.00000-of-00008.json.gz",
-            "split": "train",
-        },
-        field="text",
-        protocol=Protocol(joiner=" ", documents=1100, windows=256, remainder=False),
-    ),
-    "wikitext2": HubText(
-        {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "split": "train"},
-        {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "split": "test"},
-        field="text",
-        protocol=Protocol(remainder=False),
-        lines=True,
-    ),
-    "ptb": HubText(
-        {"path": "parquet", "data_files": _PTB.format("train"), "split": "train"},
-        {"path": "parquet", "data_files": _PTB.format("test"), "split": "train"},
-        field="sentence",
-        protocol=Protocol(joiner=" ", remainder=False),
-        lines=True,
-    ),
-}
-# Texts of other kinds, of which no figures are published: the share of each that is measured on is
-# never calibrated on.
-FEW = Protocol(documents=1100, windows=256)
+_C4 = {"path": "allenai/c4", "split": "train"}
+_WIKITEXT2 = {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1"}
 _WIKIPEDIA = {
     "path": "wikimedia/wikipedia",
     "data_files": "20231101.en/train-00000-of-*.parquet",
 }
 _CODE = {"path": "codeparrot/codeparrot-clean-valid"}
 _CHAT = {"path": "HuggingFaceH4/ultrachat_200k", "split": "train"}
-_LANGUAGES = {"path": "allenai/c4", "split": "train"}
 _LANGUAGE = "multilingual/c4-{}-validation.tfrecord-0000{}-of-*.json.gz"
 
 
@@ -105,30 +74,46 @@ def language_files(number: int) -> list[str]:
     return [_LANGUAGE.format(language, number) for language in ("de", "es", "fr", "ru", "zh")]
 
 
-HUB_TEXTS |= {
+HUB_TEXTS = {
+    # The texts and protocols of SparseGPT's experiments (arXiv 2301.00774), which the paper's
+    # public code shares: whole windows alone; of C4 the first shard for calibration, and 256
+    # windows of its first 1,100 validation documents.
+    "c4": HubText(
+        _C4 | {"data_files": "en/c4-train.00000-of-01024.json.gz"},
+        _C4 | {"data_files": "en/c4-validation.00000-of-00008.json.gz"},
+        Protocol(joiner=" ", documents=1100, windows=256, remainder=False),
+    ),
+    "wikitext2": HubText(
+        _WIKITEXT2 | {"split": "train"},
+        _WIKITEXT2 | {"split": "test"},
+        Protocol(remainder=False),
+        lines=True,
+    ),
+    "ptb": HubText(
+        {"path": "parquet", "data_files": _PTB.format("train"), "split": "train"},
+        {"path": "parquet", "data_files": _PTB.format("test"), "split": "train"},
+        Protocol(joiner=" ", remainder=False),
+        field="sentence",
+        lines=True,
+    ),
+    # Texts of other kinds: the share of each that is measured on is never calibrated on.
     "wikipedia": HubText(
         _WIKIPEDIA | {"split": "train[:90%]"},
         _WIKIPEDIA | {"split": "train[90%:]"},
-        field="text",
-        protocol=FEW,
     ),
     "code": HubText(
         _CODE | {"split": "train[:90%]"},
         _CODE | {"split": "train[90%:]"},
         field="content",
-        protocol=FEW,
     ),
     "chat": HubText(
         _CHAT | {"data_files": "data/train_sft-00000-of-*.parquet"},
         _CHAT | {"data_files": "data/test_sft-00000-of-*.parquet"},
         field="messages",
-        protocol=FEW,
     ),
     "languages": HubText(
-        _LANGUAGES | {"data_files": language_files(0)},
-        _LANGUAGES | {"data_files": language_files(1)},
-        field="text",
-        protocol=FEW,
+        _C4 | {"data_files": language_files(0)},
+        _C4 | {"data_files": language_files(1)},
     ),
 }
 
