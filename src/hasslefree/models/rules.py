@@ -4,7 +4,7 @@ dense.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -23,11 +23,13 @@ SMALL_SHARE = 0.02
 # Number of weights that an error lists.
 LISTED = 12
 
-# Reasons for a matrix to stay dense; `RULES` has more.
+# Reasons for a matrix to stay dense.
 EXCLUDED = "excluded by the user"
 SHARED = "shared by several blocks"
 ROUTER = "router of a mixture of experts"
 TIME_STEP = "projection of time steps, which kernels read without calling the layer"
+DEPTHWISE = "depthwise convolution"
+SMALL = "small, and not a linear layer"
 
 
 @dataclass(frozen=True)
@@ -139,11 +141,6 @@ class BlockView:
         return others + layers
 
 
-def is_shared(view: BlockView, matrix: Candidate) -> bool:
-    """Return True if a weight belongs to several blocks."""
-    return id(matrix.parameter) in view.shared
-
-
 def is_router(view: BlockView, matrix: Candidate) -> bool:
     """Return True if a module chooses experts, or is a part of one that does.
 
@@ -170,28 +167,22 @@ def is_time_step(view: BlockView, matrix: Candidate) -> bool:
     return leaf == "dt_proj" and hasattr(view.block.get_submodule(holder), "A_log")
 
 
-def is_depthwise(view: BlockView, matrix: Candidate) -> bool:
-    """Return True for a convolution of each channel alone."""
-    module = view.block.get_submodule(matrix.path)
-    return isinstance(module, nn.Conv1d) and matrix.shape[1] == 1
-
-
-def is_small(view: BlockView, matrix: Candidate) -> bool:
-    """Return True if a weight is no linear layer, and a small part of its block."""
+def reason_for(view: BlockView, matrix: Candidate) -> str | None:
+    """The reason for which a matrix stays dense, or None. The first rule that applies gives it."""
+    if id(matrix.parameter) in view.shared:
+        return SHARED
+    if is_router(view, matrix):
+        return ROUTER
+    if is_time_step(view, matrix):
+        return TIME_STEP
     if matrix.is_layer:
-        return False
+        return None
+    if isinstance(view.block.get_submodule(matrix.path), nn.Conv1d) and matrix.shape[1] == 1:
+        return DEPTHWISE
     total = sum(parameter.numel() for parameter in view.block.parameters())
-    return matrix.parameter.numel() <= SMALL_SHARE * total
-
-
-# The rules, in order: the first that applies gives the reason.
-RULES: tuple[tuple[str, Callable[[BlockView, Candidate], bool]], ...] = (
-    (SHARED, is_shared),
-    (ROUTER, is_router),
-    (TIME_STEP, is_time_step),
-    ("depthwise convolution", is_depthwise),
-    ("small, and not a linear layer", is_small),
-)
+    if matrix.parameter.numel() <= SMALL_SHARE * total:
+        return SMALL
+    return None
 
 
 def select_sites(blocks: Blocks, leave_dense: Collection[str] = ()) -> Selection:
@@ -261,14 +252,6 @@ def select_ends(
 def matches_any(names: Iterable[str], globs: Collection[str]) -> bool:
     """Return True if a glob matches one of the names."""
     return any(fnmatchcase(name, glob) for name in names for glob in globs)
-
-
-def reason_for(view: BlockView, matrix: Candidate) -> str | None:
-    """The reason for which a matrix stays dense, or None."""
-    for reason, applies in RULES:
-        if applies(view, matrix):
-            return reason
-    return None
 
 
 def unsupported_weights(weights: list[str]) -> ModelError:
