@@ -72,10 +72,10 @@ def shared_parameters(model: Any, name: str) -> frozenset[str]:
     """
     shared = set[str]()
     for pair in getattr(model, "all_tied_weights_keys", {}).items():
-        paths = [
-            parameter.removeprefix(f"{name}.") for parameter in pair if inside(parameter, name)
-        ]
-        blocks = {path.split(".")[0] for path in paths}
+        blocks = set()
+        for parameter in pair:
+            if inside(parameter, name):
+                blocks.add(parameter.removeprefix(f"{name}.").split(".")[0])
         if len(blocks) > 1:
             shared.update(pair)
     return frozenset(shared)
@@ -90,13 +90,8 @@ def around(model: Any) -> list[str]:
     """The names of the modules that hold the input embeddings: the innermost first, the model, "",
     last.
     """
-    embeddings = asked(model, "get_input_embeddings")
-    holder = ""
-    for name, module in model.named_modules():
-        if module is embeddings:
-            holder = name.rpartition(".")[0]
-            break
-    holders = [holder]
+    embeddings, _ = asked(model, "get_input_embeddings")
+    holders = [embeddings.rpartition(".")[0]]
     while holders[-1]:
         holders.append(holders[-1].rpartition(".")[0])
     return holders

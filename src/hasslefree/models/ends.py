@@ -3,7 +3,6 @@ may be one.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,9 +106,8 @@ def untie(model: Any, names: list[str]) -> None:
 
 def find_ends(model: Any) -> tuple[End, ...]:
     """Find the matrices of the input embedding and of the output head, or the one of both."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    embedding = end_of(modules, asked(model, "get_input_embeddings"), is_embedding=True)
-    head = end_of(modules, asked(model, "get_output_embeddings"), is_embedding=False)
+    embedding = end_of(*asked(model, "get_input_embeddings"), is_embedding=True)
+    head = end_of(*asked(model, "get_output_embeddings"), is_embedding=False)
     ends = [end for end in (embedding, head) if end is not None]
     if embedding and head and head.name in sharing(model, embedding.name):
         obstacle = embedding.obstacle or head.obstacle
@@ -117,36 +115,35 @@ def find_ends(model: Any) -> tuple[End, ...]:
     return tuple([with_sharing(model, end) for end in ends])
 
 
-def asked(model: Any, method: str) -> nn.Module | None:
-    """The module that a method of transformers returns, if the model's class knows it."""
-    try:
-        module: nn.Module | None = getattr(model, method)()
-    except (AttributeError, NotImplementedError):
-        return None
-    return module
+def asked(model: Any, method: str) -> tuple[str, Any]:
+    """The name and the module of what a method of transformers returns.
 
-
-def end_of(
-    modules: Mapping[str, nn.Module], wanted: nn.Module | None, is_embedding: bool
-) -> End | None:
-    """The matrix of an embedding or of a head; None if the model has no such matrix.
-
-    Args:
-        modules: of the model, with all their names.
+    ("", None) if the model's class does not know the method, or the model has no such module.
     """
-    names = [name for name, module in modules.items() if module is wanted]
-    weight = getattr(wanted, "weight", None)
-    if not names or not isinstance(weight, nn.Parameter) or weight.ndim != 2:
+    try:
+        wanted = getattr(model, method)()
+    except (AttributeError, NotImplementedError):
+        return "", None
+    for name, module in model.named_modules():
+        if module is wanted:
+            return name, module
+    return "", None
+
+
+def end_of(name: str, module: Any, is_embedding: bool) -> End | None:
+    """The matrix of an embedding or of a head; None if the module has no such matrix."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
         return None
     rows, width = weight.shape
     if is_embedding:
-        scale = scale_of(wanted)
+        scale = scale_of(module)
         if scale is None:
-            return End(names[0], None, (rows, width), weight.dtype, NO_LOOK_UP)
-        return End(names[0], None, (rows, width), weight.dtype, scale=scale)
-    multiplies = isinstance(wanted, nn.Linear) and is_matrix(wanted)
+            return End(name, None, (rows, width), weight.dtype, NO_LOOK_UP)
+        return End(name, None, (rows, width), weight.dtype, scale=scale)
+    multiplies = isinstance(module, nn.Linear) and is_matrix(module)
     obstacle = None if multiplies else NO_PRODUCT
-    return End(None, names[0], (rows, width), weight.dtype, obstacle)
+    return End(None, name, (rows, width), weight.dtype, obstacle)
 
 
 def scale_of(module: Any) -> float | None:

@@ -198,19 +198,14 @@ def check_columns(
 
 
 class Entry:
-    """Takes the place of the blocks in a pass, and records what enters the first of them.
-
-    The pass ends once all that depends on the text alone is known.
+    """Takes the place of the blocks in a pass, and records what enters the first of them: hidden
+    states, and all that depends on the text alone.
     """
 
     states: Tensor
 
     def __init__(self, calls: Sequence[BlockCall]):
         self.calls = calls
-        self.last = 0  # the last block that reads something new of the text
-        for index, call in enumerate(calls):
-            if any(key[0] == "text" for key in call.extra.reads.values()):
-                self.last = index
 
     def forward(self, index: int, *args: Any, **kwargs: Any) -> Any:
         """The output in the place of that of a block: its hidden states as they are."""
@@ -221,7 +216,7 @@ class Entry:
             self.states = F.pad(states, (0, extra.size))
         for column, rows in extra.of_text(call.arguments):
             self.states[..., column.columns] = rows
-        if index == self.last:
+        if index == len(self.calls) - 1:
             raise Stop
         return self.calls[index].as_output(states)
 
