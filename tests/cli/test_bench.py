@@ -51,7 +51,7 @@ def test_a_turn_writes_after_a_short_prompt_and_reads_a_long_one(monkeypatch):
         return whole
 
     monkeypatch.setattr(writer.model, "generate", watched)
-    writer.model.generation_config.update(num_return_sequences=2, num_beams=2, stop_strings=["a", "e", " "])
+    writer.model.generation_config.stop_strings = ["a", "e", " "]
     writer.model.generation_config.eos_token_id = list(range(writer.model.config.vocab_size // 2))
     Runner(writer, ALONE).turn()
     assert lengths == [(SHORT, ALONE.new_tokens), (ALONE.prompt, 1)]

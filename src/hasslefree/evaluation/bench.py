@@ -14,7 +14,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from hasslefree.errors import HasslefreeError, MemoryShortError, ModelError, PromptError, option
-from hasslefree.evaluation.continuation import Writer, search_plainly
+from hasslefree.evaluation.continuation import Writer
 from hasslefree.models.load import most_positions
 from hasslefree.packed.linear import use_backend
 from hasslefree.validation import Checked, Positive
@@ -161,7 +161,6 @@ class Runner:
         self.writer = writer
         self.bench = bench
         settings: Any = writer.model.generation_config
-        search_plainly(settings)
         settings.stop_strings = None  # a text that ends early would count as a fast one
 
     def turn(self) -> tuple[float, float]:
@@ -207,7 +206,6 @@ def run_bench(names: dict[str, str], bench: Bench) -> dict[str, Speed]:
             contender.end()
     speeds: dict[str, Speed] = {}
     for role, seconds in turns.items():
-        written = statistics.median(each for each, _ in seconds)
-        read = statistics.median(each for _, each in seconds)
+        written, read = map(statistics.median, zip(*seconds, strict=True))
         speeds[role] = Speed(bench.new_tokens / written, read, weights[role])
     return speeds

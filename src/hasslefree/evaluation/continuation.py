@@ -2,7 +2,6 @@
 write.
 """
 
-import copy
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -19,7 +18,6 @@ from transformers.generation.streamers import TextStreamer
 
 from hasslefree.checkpoint.record import read_record
 from hasslefree.errors import CheckpointError, ModelError, PromptError, option
-from hasslefree.models.calls import replaced
 from hasslefree.models.load import (
     check_ids,
     load_model,
@@ -98,7 +96,10 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Writer:
-    """A loaded model and its tokenizer. name: as it was given."""
+    """A loaded model and its tokenizer. name: as it was given.
+
+    The model writes token by token: its generation_config asks for no other search.
+    """
 
     name: str
     model: PreTrainedModel
@@ -109,14 +110,7 @@ class Writer:
         """options: the dtype, device and trust_remote_code of `load_model`."""
         tokenizer = load_tokenizer(name, options.get("trust_remote_code", False))
         model = load_model(name, **options)
-        for setting, value in other_searches(model.generation_config).items():
-            logger.warning(
-                "texts are written token by token, without the %s %r of the generation_config.json"
-                " of %s",
-                setting,
-                value,
-                name,
-            )
+        search_plainly(model.generation_config, name)
         return cls(name, model, tokenizer)
 
     @property
@@ -162,14 +156,9 @@ class Writer:
         ids = prompt.to(self.model.device)
         torch.manual_seed(sampling.seed)
         generate: Any = self.model.generate
-        plain = copy.deepcopy(self.model.generation_config)
-        search_plainly(plain)
-        with (
-            replaced(self.model, "generation_config", plain),
-            loading(
-                f"{self.name} could not write text",
-                "correct its generation_config.json, or download it again",
-            ),
+        with loading(
+            f"{self.name} could not write text",
+            "correct its generation_config.json, or download it again",
         ):
             generate(
                 ids,
@@ -182,16 +171,24 @@ class Writer:
         return Continuation(text, tuple(stream.tokens), stream.times[-1] - stream.times[0])
 
 
-def other_searches(settings: GenerationConfig | None) -> dict[str, Any]:
-    """The settings of `PLAIN` that ask for another search, by name."""
-    asked = {name: getattr(settings, name, None) for name in PLAIN}
-    return {name: value for name, value in asked.items() if value and value != PLAIN[name]}
+def search_plainly(settings: GenerationConfig | None, name: str) -> None:
+    """Let texts be written token by token, with a warning for each setting that asks for more.
 
-
-def search_plainly(settings: Any) -> None:
-    """Let a text be written token by token. settings: a GenerationConfig, which is changed."""
-    for setting in other_searches(settings):
-        setattr(settings, setting, PLAIN[setting])
+    Args:
+        settings: of a model, which are changed.
+        name: of the model.
+    """
+    for setting, plain in PLAIN.items():
+        value = getattr(settings, setting, None)
+        if value and value != plain:
+            logger.warning(
+                "texts are written token by token, without the %s %r of the generation_config.json"
+                " of %s",
+                setting,
+                value,
+                name,
+            )
+            setattr(settings, setting, plain)
 
 
 class _Stream(TextStreamer):

@@ -221,33 +221,21 @@ class Subject:
         name = self.results["model"]
         logger.info("perplexity of %s on %s: %.3f", name, text, row["perplexity"])
 
-    def score(
-        self,
-        tasks: Sequence[str],
-        keep: Callable[[], None],
-        limit: int | None,
-        **options: Any,
-    ) -> None:
-        """Add the accuracy on tasks to the results.
+    def add_scores(self, limit: int | None, keep: Callable[[], None], scores: Scores) -> None:
+        """Add the accuracy on tasks so far to the results.
 
         Args:
-            keep: called after each task.
             limit: the rows of each task.
-            options: other arguments of `evaluate_tasks`.
+            keep: called afterwards.
+            scores: from `evaluate_tasks`; those of the last task are new.
         """
-
-        def add(scores: Scores) -> None:
-            name = self.results["model"]
-            task, score = list(scores.items())[-1]
-            percent = 100 * score["value"]
-            logger.info("%s of %s on %s: %.2f %%", score["metric"], name, task, percent)
-            values = [score["value"] for score in scores.values()]
-            self.results["tasks"] = scores
-            self.results["limit"] = limit
-            self.results["average"] = sum(values) / len(values)
-            keep()
-
-        evaluate_tasks(self.model, self.tokenizer, tasks, limit=limit, keep=add, **options)
+        name = self.results["model"]
+        task, score = list(scores.items())[-1]
+        percent = 100 * score["value"]
+        logger.info("%s of %s on %s: %.2f %%", score["metric"], name, task, percent)
+        values = [score["value"] for score in scores.values()]
+        self.results.update(tasks=scores, limit=limit, average=sum(values) / len(values))
+        keep()
 
 
 @typed
@@ -305,48 +293,51 @@ def evaluate(
         check_tasks(tasks, task_data)
         check_harness()
         libraries = versions("lm_eval")
-    names = [str(model)]
     if dense is not None:
-        names.append(str(dense))
         check_same_vocabulary(str(model), str(dense), trust_remote_code)
     phases = Phases(progress)
     subjects: list[Subject] = []
     with phases.phase(LOADING):
-        for name in names:
-            subjects.append(Subject.load(name, libraries, dtype, device, trust_remote_code))
+        for name in (model, dense):
+            if name is not None:
+                subject = Subject.load(str(name), libraries, dtype, device, trust_remote_code)
+                subjects.append(subject)
     measured = subjects[0]
     results = measured.results
     beside = None
     if dense is not None:
         results["dense"] = subjects[1].results
         beside = subjects[1].model
-    measure = partial(
-        text_perplexity,
-        measured.model,
-        measured.tokenizer,
-        seqlen=seqlen,
-        max_tokens=max_tokens,
-        batch=batch or 1,
-        phases=phases,
-        dense=beside,
-    )
     for text in texts:
         protocol = evaluation_protocol(text)
         if not first_token:
             protocol = dataclasses.replace(protocol, first_token=False)
-        add_row(subjects, text, measure(text, protocol))
+        row = text_perplexity(
+            measured.model,
+            measured.tokenizer,
+            text,
+            protocol,
+            seqlen,
+            max_tokens,
+            batch or 1,
+            phases,
+            beside,
+        )
+        add_row(subjects, text, row)
         keep(results)
 
     for subject in subjects:
         if tasks:
-            subject.score(
+            evaluate_tasks(
+                subject.model,
+                subject.tokenizer,
                 tasks,
-                partial(keep, results),
                 batch=batch,
                 limit=limit,
                 folder=task_data,
                 cache=cache,
                 phases=phases,
+                keep=partial(subject.add_scores, limit, partial(keep, results)),
             )
     return results
 
