@@ -335,15 +335,26 @@ def with_rank(resolved: Resolved, rank: int) -> Resolved:
     return dataclasses.replace(resolved, budget=budget)
 
 
-def make_plan(selection: Selection, resolved: Resolved) -> Plan:
-    """The pattern and rank of every layer, from shapes alone."""
+def make_plan(selection: Selection, resolved: Resolved, rank: int | None = None) -> Plan:
+    """The pattern and rank of every layer, from shapes alone.
+
+    Args:
+        rank: of every layer that is wide enough, within a size; None for that of the recipe.
+    """
+    grid = resolved.solver.grid
+    step = STEP if grid else 1
     blocks: list[dict[str, LayerPlan]] = []
     for index, matrices in enumerate(selection.sites):
         blocks.append({})
         for name, matrix in matrices.items():
-            blocks[index][name] = plan_layer(selection.blocks, index, matrix, resolved)
-    check_factor_bits(resolved.factor_bits, max(layer.rank for layer in layers_of(blocks)))
-    return Plan(blocks, plan_ends(selection, resolved, resolved.solver.grid))
+            fitted = resolved
+            if rank is not None:
+                most = min(matrix.shape)
+                fitted = with_rank(resolved, rank if rank <= most else most // step * step)
+            blocks[index][name] = plan_layer(selection.blocks, index, matrix, fitted)
+    if rank is None:
+        check_factor_bits(resolved.factor_bits, max(layer.rank for layer in layers_of(blocks)))
+    return Plan(blocks, plan_ends(selection, resolved, grid))
 
 
 def plan_of(model: torch.nn.Module, selection: Selection, resolved: Resolved) -> Plan:
@@ -361,49 +372,35 @@ def uniform_plans(model: torch.nn.Module, selection: Selection, resolved: Resolv
 
     Raises as `layer_room`.
     """
-    grids: list[Grid | None] = list(resolved.grids) or [None]
-    first_rank = resolved.fixed_rank or 0
-    least = {grid: uniform_plan(selection, resolved, grid, first_rank) for grid in grids}
-    room = layer_room(model, least[grids[0]], resolved)
+    least: list[tuple[Resolved, Plan]] = []
+    for grid in resolved.grids or (None,):
+        on_grid = dataclasses.replace(resolved, solver=with_grid(resolved.solver, grid))
+        least.append((on_grid, make_plan(selection, on_grid, resolved.fixed_rank or 0)))
+    room = layer_room(model, least[0][1], resolved)
     plans: list[Plan] = []
-    for grid in reversed(grids):
-        plan = least[grid]
+    for on_grid, plan in reversed(least):
         if plan.size > room:
             continue
         if resolved.fixed_rank is None:
-            plan = largest_ranks(selection, resolved, grid, room)
+            plan = largest_ranks(selection, on_grid, room)
         plans.append(plan)
     return plans
 
 
-def largest_ranks(selection: Selection, resolved: Resolved, grid: Grid | None, room: int) -> Plan:
+def largest_ranks(selection: Selection, resolved: Resolved, room: int) -> Plan:
     """The uniform plan with the largest rank within a number of bytes.
 
     A matrix that is narrower than the rank gets the largest rank that it allows.
     """
-    step = STEP if grid else 1
+    step = STEP if resolved.solver.grid else 1
     widest = max(min(matrix.shape) for matrices in selection.sites for matrix in matrices.values())
     ranks = range(step, widest + 1, step)
 
     def size(rank: int) -> int:
-        return uniform_plan(selection, resolved, grid, rank).size
+        return make_plan(selection, resolved, rank).size
 
     steps = bisect_right(ranks, room, key=size)
-    return uniform_plan(selection, resolved, grid, steps * step)
-
-
-def uniform_plan(selection: Selection, resolved: Resolved, grid: Grid | None, rank: int) -> Plan:
-    """The plan of the recipe with this grid, and this rank in every layer that is wide enough."""
-    resolved = dataclasses.replace(resolved, solver=with_grid(resolved.solver, grid))
-    step = STEP if grid else 1
-    blocks: list[dict[str, LayerPlan]] = []
-    for index, matrices in enumerate(selection.sites):
-        blocks.append({})
-        for name, matrix in matrices.items():
-            most = min(matrix.shape)
-            fitted = with_rank(resolved, rank if rank <= most else most // step * step)
-            blocks[index][name] = plan_layer(selection.blocks, index, matrix, fitted)
-    return Plan(blocks, plan_ends(selection, resolved, grid))
+    return make_plan(selection, resolved, steps * step)
 
 
 def bytes_of(plans: Mapping[str, LayerPlan]) -> int:
