@@ -19,7 +19,7 @@ from hasslefree.core.gram import Gram
 from hasslefree.errors import RecipeError, option
 from hasslefree.models.activations import Activations
 from hasslefree.models.calibrate import (
-    MomentSums,
+    Collector,
     activation_values,
     checked,
     gather,
@@ -28,7 +28,7 @@ from hasslefree.models.calibrate import (
     tensors_read,
 )
 from hasslefree.models.experts import every_expert_called, experts_of
-from hasslefree.models.precision import as_multiplied, computing, solving
+from hasslefree.models.precision import computing, solving
 from hasslefree.models.rules import by_kind
 from hasslefree.models.sites import find_sites
 from hasslefree.models.unloaded import unloaded_tensors
@@ -52,8 +52,8 @@ def compress_blocks(
     job: Job,
     allocation: Allocation,
     writing: Phase,
-    check: Check | None = None,
-    reference: Reference | None = None,
+    check: Check | None,
+    reference: Reference | None,
 ) -> None:
     """Decompose, replace and write every planned layer, embedding and head first.
 
@@ -92,24 +92,33 @@ def compress_blocks(
             done = compress_block(task, hidden)
             if job.world.writes:
                 with writing.running():
-                    write_block(task, done, count)
+                    write_block(task, done)
                     writing.advance()
         with writing.running():
             job.work.wait()
 
 
-def write_block(task: Task, done: list[Done], count: int) -> None:
-    """Write a compressed block.
+def write_block(task: Task, done: list[Done]) -> None:
+    """Write a compressed block."""
+    job = task.job
+    visit = task.visit
+    trained_later = bool(job.resolved.match_predictions)
+    tensors = block_tensors(visit.block, visit.prefix, job.walk.model.all_tied_weights_keys)
+    add_part(job, visit.index + 1, tensors, done, last=not trained_later)
+
+
+def add_part(
+    job: Job, part: int, tensors: dict[str, Tensor], done: list[Done], last: bool = True
+) -> None:
+    """Write a part of the model.
 
     Args:
-        count: the number of blocks of the model.
+        part, last: as for `part_file`.
+        done: the compressed layers in it.
     """
-    visit = task.visit
-    trained_later = bool(task.job.resolved.match_predictions)
-    tied = task.job.walk.model.all_tied_weights_keys
-    task.job.work.add(
-        part_file(visit.index + 1, count, last=not trained_later),
-        block_tensors(visit.block, visit.prefix, tied),
+    job.work.add(
+        part_file(part, len(job.walk.blocks.modules), last),
+        tensors,
         entries={record.name: Entry.of(layer) for layer, record in done},
         layers=[record for _, record in done],
     )
@@ -161,22 +170,18 @@ def write_outside(
             solving.skip(1, layer)
         return
     done = compress_ends(job, allocation, reference, solving)
+    layers = {record.name: layer for layer, record in done}
     if job.world.writes:
         with walk.outside():
             tensors = outside_tensors(walk.model, walk.blocks)
-            replace_ends(job, tensors, done)
+            replace_ends(job, tensors, layers)
             if walk.weights.streamed:
                 tensors |= copied_tensors(walk.model)
-            work.add(
-                part_file(0, len(walk.blocks.modules)),
-                tensors,
-                entries={name: Entry.of(layer) for name, (layer, _) in done.items()},
-                layers=[record for _, record in done.values()],
-            )
+            add_part(job, 0, tensors, done)
             writing.advance()
             with writing.running():
                 work.wait()  # else what is outside the blocks stays in memory beside the first one
-    use_ends(job, {name: layer for name, (layer, _) in done.items()})
+    use_ends(job, layers)
 
 
 def copied_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -354,9 +359,7 @@ def gram_of_input(task: Task, name: str, seqlen: int, x: Tensor) -> Gram:
     It is a function of its own because twice the matrix in float64, and a copy of the inputs, are
     freed when it returns.
     """
-    # In the dtype of products, which `solving` turns off.
-    rows = as_multiplied(x.reshape(-1, x.shape[-1]))
-    sums = MomentSums(seqlen)
+    collector = Collector([name], seqlen)
+    collector.take(name, x)
     with solving(x.device):
-        sums.take(rows)
-        return checked(sums.gram(task.world), f"{task.visit.prefix}.{name}")
+        return checked(collector.sums[name].gram(task.world), f"{task.visit.prefix}.{name}")

@@ -7,9 +7,10 @@ them too (`allocate.ends`).
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,21 +21,18 @@ from hasslefree.allocate.ends import with_look_ups
 from hasslefree.checkpoint.plugin import empty_end
 from hasslefree.checkpoint.record import LayerRecord
 from hasslefree.core.gram import Gram, relative, working_dtype
-from hasslefree.core.grids import Quantised, Scaling
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.protocols import Decomposition
-from hasslefree.core.scales import Multiples
 from hasslefree.errors import ModelError, option
-from hasslefree.models.calibrate import MomentSums, checked
+from hasslefree.models.calibrate import Collector, checked
 from hasslefree.models.calls import Stop, hooks
 from hasslefree.models.ends import End
-from hasslefree.models.precision import as_multiplied, computing, solving
+from hasslefree.models.precision import computing
 from hasslefree.models.probe import logits_of
-from hasslefree.models.sites import find_site
 from hasslefree.packed.linear import SparseLowRankLinear
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.pipeline.job import Job
-from hasslefree.pipeline.layers import Done, memory_errors
+from hasslefree.pipeline.layers import Done, memory_errors, share_layer
 from hasslefree.planning.memory import ROWS
 from hasslefree.planning.plan import LayerPlan
 from hasslefree.progress import REFERENCE, Phase
@@ -45,7 +43,7 @@ from hasslefree.train.reference import Reference
 
 def compress_ends(
     job: Job, allocation: Allocation, reference: Reference | None, solving: Phase
-) -> dict[str, Done]:
+) -> list[Done]:
     """Compress the embedding and the head; each process solves its share.
 
     Args:
@@ -54,13 +52,13 @@ def compress_ends(
         solving: the phase that counts layers.
 
     Returns:
-        The compressed layers by name, the same in all processes.
+        The compressed layers, the same in all processes.
     """
     plans = allocation.plan.ends
     ends = [end for end in job.walk.blocks.ends if end.name in plans]
     head = next((end.head for end in ends if end.head is not None), None)
     of_head = None if head is None else head_gram(job, head, reference)
-    done: dict[str, Done] = {}
+    done: list[Done] = []
     for index, end in enumerate(ends):
         gram = Gram.identity(end.shape[1])
         if end.head is not None and of_head is not None:
@@ -70,8 +68,11 @@ def compress_ends(
         with solving.running():
             if owner == job.world.rank:
                 solved = compress_end(job, end, plans[end.name], gram)
-            done[end.name] = share_layer(job, end, owner, solved)
-        solving.advance(layer=done[end.name][1])
+            layer, record = share_layer(
+                job.world, owner, solved, partial(empty_on_device, job, end)
+            )
+        done.append((layer, record))
+        solving.advance(layer=record)
     return done
 
 
@@ -91,17 +92,13 @@ def head_gram(job: Job, name: str, reference: Reference | None) -> Gram:
     else:
         segments = reference.segments
         states = reference.states
-    sums = MomentSums(segments.shape[1])
-
-    def take(x: Tensor) -> None:
-        rows = as_multiplied(x.reshape(-1, x.shape[-1]))
-        with solving(x.device):
-            sums.take(rows)
-        raise Stop
-
-    watching = hooks([find_site(walk.model, name).on_input(take)])
+    collector = Collector([name], segments.shape[1])
+    collector.calls_per_pass = 1
+    sums = collector.sums[name]
+    watching = hooks(collector.watch(walk.model))
     with walk.outside(), computing(walk.model, walk.outer()), watching, torch.no_grad():
         for index, segment in enumerate(segments):
+            collector.calls = 0
             with suppress(Stop):
                 logits_of(walk.model, walk.blocks, walk.calls, segment, states[index])
     if not sums.count:
@@ -142,8 +139,6 @@ def joined(parts: list[Decomposition], weight: Tensor, gram: Gram) -> Decomposit
     errors = torch.tensor([part.relative_error for part in parts]).double()
     before = torch.tensor([part.relative_error_before_cast for part in parts]).double()
     total = norms.sum().item()
-    coded = [part.quantised for part in parts if part.quantised is not None]
-    scaling = joined_scaling([codes.scaling for codes in coded])
     return Decomposition(
         torch.cat([part.sparse for part in parts]),
         LowRank(torch.cat([part.low_rank.u for part in parts]), parts[0].low_rank.v),
@@ -151,37 +146,26 @@ def joined(parts: list[Decomposition], weight: Tensor, gram: Gram) -> Decomposit
         relative((before * norms).sum().item(), total),
         (),
         tuple(dict.fromkeys(remark for part in parts for remark in part.remarks)),
-        Quantised(torch.cat([codes.codes for codes in coded]), scaling),
+        stacked([part.quantised for part in parts]),
     )
 
 
-def joined_scaling(parts: list[Scaling]) -> Scaling:
-    """The scaling of a matrix from those of its rows."""
-    storage = parts[0].storage
-    if isinstance(storage, Multiples):
-        stored = [part.storage for part in parts if isinstance(part.storage, Multiples)]
-        offsets = [units.offset_unit for units in stored if units.offset_unit is not None]
-        offset_unit = torch.cat(offsets) if offsets else None
-        scale_unit = torch.cat([units.scale_unit for units in stored])
-        storage = replace(storage, scale_unit=scale_unit, offset_unit=offset_unit)
-    scale = torch.cat([part.scale for part in parts])
-    zero = torch.cat([part.zero for part in parts])
-    return Scaling(parts[0].grid, scale, zero, storage)
+def stacked(parts: Sequence[Any]) -> Any:
+    """The value whose tensors are those of the parts, row after row, as for codes and scales.
 
-
-def share_layer(job: Job, end: End, owner: int, solved: Done | None) -> Done:
-    """Give a compressed layer to all processes.
-
-    Args:
-        owner: the rank of the process that has solved it.
-        solved: the layer and its record; None in the other processes.
+    The tensors of a dataclass are those in its fields, and in the fields of these. All else is the
+    same in every part.
     """
-    known = None if solved is None else (solved[0].spec, solved[1])
-    spec, record = job.world.broadcast(known, owner)
-    layer = solved[0] if solved else empty_on_device(job, end, spec)
-    for tensor in layer.state_dict().values():
-        job.world.broadcast_(tensor, owner)
-    return layer, record
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(tuple(parts))
+    if not is_dataclass(first):
+        return first
+    whole = {}
+    for field in fields(first):
+        whole[field.name] = stacked([getattr(part, field.name) for part in parts])
+    kind: Any = type(first)
+    return kind(**whole)
 
 
 def empty_on_device(job: Job, end: End, spec: LayerSpec) -> SparseLowRankLinear:
@@ -197,14 +181,16 @@ def use_ends(job: Job, layers: Mapping[str, SparseLowRankLinear]) -> None:
         job.walk.rounded[f"{name}.weight"] = layer.unpacked().detach()
 
 
-def replace_ends(job: Job, tensors: dict[str, Tensor], done: Mapping[str, Done]) -> None:
+def replace_ends(
+    job: Job, tensors: dict[str, Tensor], layers: Mapping[str, SparseLowRankLinear]
+) -> None:
     """Replace the weights of ends among the tensors outside the blocks by those of their layers."""
     for end in job.walk.blocks.ends:
-        if end.name not in done:
+        if end.name not in layers:
             continue
         for name in end.names:
             tensors.pop(f"{name}.weight", None)
-        for leaf, tensor in done[end.name][0].state_dict().items():
+        for leaf, tensor in layers[end.name].state_dict().items():
             tensors[f"{end.name}.{leaf}"] = tensor
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from hasslefree.models.sites import find_site
 from hasslefree.models.walk import Visit
 from hasslefree.models.weights import trim
 from hasslefree.packed.linear import SparseLowRankLinear
+from hasslefree.packed.spec import LayerSpec
 from hasslefree.pipeline.job import Job
 from hasslefree.planning.plan import LayerPlan
 from hasslefree.progress import Phase
@@ -144,24 +145,40 @@ def install_layer(task: Task, name: str, owner: int, done: Done | None) -> Done:
 
     Args:
         name: of the layer in its block.
-        owner: the rank of the process that has solved it.
-        done: the layer and its record; None in the other processes.
+        owner, done: as for `share_layer`.
     """
     site = find_site(task.visit.block, name)
-    plan = task.plans[name]
-    world = task.world
+
+    def empty(spec: LayerSpec) -> SparseLowRankLinear:
+        # In the dtype of the model: while the block computes, that of the site may be another.
+        dtype = task.plans[name].dtype
+        return SparseLowRankLinear(spec, site.bias is not None, dtype, site.parameter.device)
+
+    layer, record = share_layer(task.world, owner, done, empty)
+    if done is None:
+        task.solving.advance(layer=record)
+    site.replace(layer)
+    return layer, record
+
+
+def share_layer(
+    world: World,
+    owner: int,
+    done: Done | None,
+    empty: Callable[[LayerSpec], SparseLowRankLinear],
+) -> Done:
+    """Give a compressed layer to all processes.
+
+    Args:
+        owner: the rank of the process that has solved it.
+        done: the layer and its record; None in the other processes.
+        empty: makes a layer without values in the other processes.
+    """
     solved = None if done is None else (done[0].spec, done[1])
     spec, record = world.broadcast(solved, owner)
-    if done is None:
-        # In the dtype of the model: while the block computes, that of the site may be another.
-        device = site.parameter.device
-        layer = SparseLowRankLinear(spec, site.bias is not None, plan.dtype, device)
-        task.solving.advance(layer=record)
-    else:
-        layer = done[0]
+    layer = empty(spec) if done is None else done[0]
     for tensor in layer.state_dict().values():
         world.broadcast_(tensor, owner)
-    site.replace(layer)
     return layer, record
 
 
