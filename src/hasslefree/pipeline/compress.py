@@ -38,8 +38,7 @@ from hasslefree.planning.duration import seconds_by_phase
 from hasslefree.planning.machine import memory_reused
 from hasslefree.planning.plan import (
     Plan,
-    bytes_of,
-    bytes_on_disk,
+    bytes_to_write,
     digest,
     layer_room,
     plan_of,
@@ -131,8 +130,7 @@ def compress(
             is changed.
     """
     start = time.perf_counter()
-    own_segments = segments is not None
-    resolved = resolve_recipe(recipe, with_text=not own_segments)
+    resolved = resolve_recipe(recipe, with_text=segments is None)
     folder = Path(out).resolve()
     check_request(model, folder, resume, overwrite)
     check_storage(activations)
@@ -154,7 +152,8 @@ def compress(
             )
         weights = Weights(loaded, target)  # it finds out which weights are tied
         planned = plan_model(loaded, resolved)
-        check_output(folder, overwrite, planned.bytes_to_write - work.progress.bytes)
+        room = bytes_to_write(loaded, planned.plan, resolved) - work.progress.bytes
+        check_output(folder, overwrite, room)
         texts = None
         if segments is None:
             tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
@@ -166,7 +165,7 @@ def compress(
         samples, seqlen = segments.shape
         setup = Setup(
             loaded,
-            planned.blocks,
+            planned.selection.blocks,
             planned.plan,
             resolved,
             samples,
@@ -180,7 +179,6 @@ def compress(
         job = Job(
             name=name,
             from_memory=isinstance(model, PreTrainedModel),
-            own_segments=own_segments,
             walk=walk,
             tokenizer=tokenizer,
             resolved=resolved,
@@ -246,14 +244,7 @@ def plan_model(model: PreTrainedModel, resolved: Resolved) -> PlannedModel:
             ", ".join(beside),
         )
     # Before any block is read: tied weights are counted once.
-    room = layer_room(model, plan, resolved)
-    to_write = bytes_on_disk(model, plan)
-    if resolved.match_predictions:
-        # The trained blocks are written before those that they replace are removed.
-        to_write += sum(map(bytes_of, plan.blocks))
-    return PlannedModel(
-        blocks, plan, room, to_write, tuple(selection.automatically_dense), tuple(beside)
-    )
+    return PlannedModel(selection, plan, layer_room(model, plan, resolved))
 
 
 def run(job: Job, digests: dict[str, str]) -> Record:
@@ -287,7 +278,7 @@ def phases_to_skip(job: Job) -> tuple[str, ...]:
     """The phases that have an expected time, and that this run does not have."""
     if job.work.progress.predictions is not None:
         return (REFERENCE, PREDICTIONS, CHECK)
-    if job.own_segments:
+    if job.texts is None:
         return (CHECK,)
     return ()
 

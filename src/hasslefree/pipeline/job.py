@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hasslefree.checkpoint.resume import Unfinished
 from hasslefree.distributed import World
-from hasslefree.models.blocks import Blocks
+from hasslefree.models.rules import Selection
 from hasslefree.models.walk import Walk
 from hasslefree.packed.linear import SparseLowRankLinear
 from hasslefree.pipeline.text import Texts
@@ -18,21 +18,16 @@ from hasslefree.recipe.resolve import Resolved
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """The blocks of a model and the plan of its layers, before any allocation.
+    """What is compressed of a model, and the plan of its layers, before any allocation.
 
     Args:
+        selection: the blocks, and the matrices that are compressed or stay dense.
         room: bytes that all layers may take.
-        bytes_to_write: bytes that the folder takes at its largest.
-        left_dense: full names of the matrices that stay dense automatically.
-        other_modalities: names of the modules for other inputs than text, which stay dense.
     """
 
-    blocks: Blocks
+    selection: Selection
     plan: Plan
     room: int
-    bytes_to_write: int
-    left_dense: tuple[str, ...]
-    other_modalities: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +37,6 @@ class Job:
     Args:
         name: of the model, as in `Record`.
         from_memory: the model was given loaded, not by name.
-        own_segments: the segments were given in place of the recipe's text.
         tokenizer: None only if segments were given.
         segments: calibration tokens of all processes, (samples, seqlen) int64.
         texts: that the segments are of; None if segments were given.
@@ -52,7 +46,6 @@ class Job:
 
     name: str
     from_memory: bool
-    own_segments: bool
     walk: Walk
     tokenizer: Any
     resolved: Resolved

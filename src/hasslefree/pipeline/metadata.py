@@ -22,9 +22,10 @@ from hasslefree.checkpoint.originals import (
 )
 from hasslefree.checkpoint.plugin import HasslefreeConfig
 from hasslefree.checkpoint.record import Record, versions
+from hasslefree.models.blocks import other_modalities
 from hasslefree.models.load import auto_class
 from hasslefree.pipeline.job import Job
-from hasslefree.pipeline.text import first_tokens
+from hasslefree.pipeline.text import Texts, first_tokens
 from hasslefree.units import significant
 
 logger = logging.getLogger(__name__)
@@ -34,12 +35,9 @@ def described(job: Job) -> Record:
     """The record of a compression before it has results."""
     model = job.walk.model
     first: list[int] = []
-    tokens: dict[str, int] = {}
-    left_out: dict[str, str] = {}
     if job.texts is not None:
         first = first_tokens(job.tokenizer, job.resolved)
-        tokens = job.texts.tokens(job.segments)
-        left_out = job.texts.left_out
+    texts = job.texts or Texts({}, {})
     return Record(
         model=job.name,
         recipe=job.resolved.to_dict(),
@@ -51,13 +49,13 @@ def described(job: Job) -> Record:
         tokens=job.segments.numel(),
         seconds=0.0,
         layers=(),
-        dense=job.planned.left_dense,
-        towers=job.planned.other_modalities,
-        own_segments=job.own_segments,
+        dense=tuple(job.planned.selection.automatically_dense),
+        towers=tuple(other_modalities(model, job.walk.blocks)),
+        own_segments=job.texts is None,
         from_memory=job.from_memory,
         first_tokens=tuple(first),
-        texts=tokens,
-        left_out=left_out,
+        texts=texts.tokens(job.segments),
+        left_out=texts.left_out,
     )
 
 

@@ -15,7 +15,7 @@ from hasslefree.errors import LINE, MemoryShortError, option
 from hasslefree.models.calibrate import BATCH, sums_bytes
 from hasslefree.models.precision import product_dtype
 from hasslefree.planning.machine import free_memory, in_one_pass, room_for_sums
-from hasslefree.planning.plan import LayerPlan, bytes_of, bytes_on_disk
+from hasslefree.planning.plan import LayerPlan, bytes_of, bytes_to_write
 from hasslefree.planning.schedule import HELD_OUT_ROWS, Training
 from hasslefree.planning.setup import Setup
 from hasslefree.solve.methods.joint import CHECKS
@@ -300,9 +300,7 @@ def verdict(footprint: Footprint) -> str | None:
     wrong = []
     if not footprint.fits:
         wrong.append(f"It does not fit in memory; {remedy(footprint)}.")
-    need = bytes_on_disk(setup.model, setup.plan)
-    if setup.matched_tokens:
-        need += sum(map(bytes_of, setup.plan.blocks))
+    need = bytes_to_write(setup.model, setup.plan, setup.resolved)
     free = shutil.disk_usage(".").free
     if need > free:
         wrong.append(

@@ -463,6 +463,16 @@ def digest(plan: Plan) -> str:
     return f"{zlib.crc32(repr(layers).encode()):08x}"
 
 
+def bytes_to_write(model: torch.nn.Module, plan: Plan, resolved: Resolved) -> int:
+    """The size of the folder at its largest: trained blocks are written before those that they
+    replace are removed.
+    """
+    taken = bytes_on_disk(model, plan)
+    if resolved.match_predictions:
+        taken += sum(map(bytes_of, plan.blocks))
+    return taken
+
+
 def bytes_on_disk(model: torch.nn.Module, plan: Plan) -> int:
     """The size of the folder: what stays dense, the packed layers, and room for the rest."""
     return ROOM + weights_on_disk(model, plan)
