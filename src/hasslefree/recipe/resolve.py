@@ -1,7 +1,7 @@
 """How the fields of a recipe combine: every default is filled in, and every conflict is named."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,11 +99,7 @@ class Resolved(Fields):
         if self.in_types:
             return WIDE_TYPES
         widths = BITS if self.bits is None else (self.bits,)
-        grids = [dataclasses.replace(grid, bits=bits) for bits in widths]
-        if self.engine is None:
-            return tuple(grids)
-        engine = ENGINES[self.engine]
-        return tuple(grid for grid in grids if engine.holds(grid))
+        return self._held(dataclasses.replace(grid, bits=bits) for bits in widths)
 
     @property
     def in_types(self) -> bool:
@@ -121,11 +117,15 @@ class Resolved(Fields):
             return ()
         if self.in_types:
             return WIDE_TYPES
-        grids = [end_grid(self, self.solver.grid, bits) for bits in BITS]
+        if self.engine is not None and not ENGINES[self.engine].embeddings:
+            return ()
+        return self._held(end_grid(self, self.solver.grid, bits) for bits in BITS)
+
+    def _held(self, grids: Iterable[Grid]) -> tuple[Grid, ...]:
+        """Those of the grids that the engine holds; all without an engine."""
         if self.engine is None:
             return tuple(grids)
-        engine = ENGINES[self.engine]
-        return tuple(grid for grid in grids if engine.embeddings and engine.holds(grid))
+        return tuple(filter(ENGINES[self.engine].holds, grids))
 
     def unit(self, name: str) -> str:
         """What layers have in common that must get the same grid: the name of the engine's layer of

@@ -34,32 +34,28 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         self.depth += 1
-        if self.depth > DEEPEST or self.check_event(yaml.AliasEvent):
-            problem = (
-                "lists are nested too deeply"
-                if self.depth > DEEPEST
-                else "aliases (*name) are not read"
-            )
-            raise yaml.composer.ComposerError(
-                problem=problem, problem_mark=self.peek_event().start_mark
-            )
+        if self.depth > DEEPEST:
+            raise _refused("lists are nested too deeply", self.peek_event())
+        if self.check_event(yaml.AliasEvent):
+            raise _refused("aliases (*name) are not read", self.peek_event())
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value]
-        for number, (key, _) in enumerate(node.value):
-            if key.value in names[:number] or number == MOST_FIELDS:
-                problem = (
-                    "there are too many fields"
-                    if number == MOST_FIELDS
-                    else f"{key.value} is given twice"
-                )
-                raise yaml.constructor.ConstructorError(
-                    problem=problem, problem_mark=key.start_mark
-                )
+        names: list[Any] = []
+        for key, _ in node.value:
+            if len(names) == MOST_FIELDS:
+                raise _refused("there are too many fields", key)
+            if key.value in names:
+                raise _refused(f"{key.value} is given twice", key)
+            names.append(key.value)
         return super().construct_mapping(node, deep)
+
+
+def _refused(problem: str, place: Any) -> yaml.MarkedYAMLError:
+    """The error about an event or a node of a file."""
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
 
 
 _Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?[0-9]+$"), [*"-+0123456789"])
@@ -70,11 +66,10 @@ def read_fields(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any
     before it.
     """
     try:
-        text = (
-            read_small(path, MOST_BYTES)
-            if path != Path("-")
-            else read_limited(sys.stdin.buffer, MOST_BYTES)
-        )
+        if path == Path("-"):
+            text = read_limited(sys.stdin.buffer, MOST_BYTES)
+        else:
+            text = read_small(path, MOST_BYTES)
     except (OSError, ValueError) as error:
         raise RecipeError(f"the recipe {path} cannot be read: {error}") from None
     try:
