@@ -112,6 +112,7 @@ def table(
     rows = _Rows(
         box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, min_width=len(title) or None
     )
+    rows.caption_justify = "left"
     if title:
         rows.title = Text(escaped(title))
         rows.title_justify = "left"

@@ -197,7 +197,6 @@ def text_table(results: dict[str, Any], dense: dict[str, Any]) -> Table:
         texts.add_row(*cells, f"{row['tokens']:,}", str(row["window"]))
     if any(row.get("first_tokens") for row in results["perplexity"].values()):
         texts.caption = "every window begins with what the tokenizer puts before a text"
-        texts.caption_justify = "left"
     return texts
 
 
@@ -211,7 +210,6 @@ def kl_table(results: dict[str, Any]) -> Table:
         values = [f"{kl[name]:.3g}" for name in ("mean", "median", "percentile_99")]
         divergences.add_row(text, *values, f"{per_cent(kl['same_top_token'])} %")
     divergences.caption = "KL(dense ‖ compressed) of the predictions, nats per token"
-    divergences.caption_justify = "left"
     return divergences
 
 
@@ -226,7 +224,6 @@ def task_table(results: dict[str, Any], dense: dict[str, Any]) -> Table:
     if truncated:
         caption += f"; longer than the model's window, and cut at their beginning: {truncated}"
     tasks.caption = caption
-    tasks.caption_justify = "left"
     for task, row in results["tasks"].items():
         cells = [task, row["metric"], per_cent(row["value"])]
         if dense:

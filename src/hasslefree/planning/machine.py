@@ -77,20 +77,18 @@ class ContainerMemory:
 
     Args:
         limit: what the container may have.
-        used: what its processes have, without pages of files that the system can drop.
+        free: what its processes leave of the limit. Pages of files that the system can drop count
+            as free.
     """
 
     limit: int
-    used: int
-
-    @property
-    def free(self) -> int:
-        """What is left of the limit."""
-        return max(self.limit - self.used, 0)
+    free: int
 
 
 def container_memory() -> ContainerMemory | None:
-    """The limit and use of the control group, in its second or first version; None without one."""
+    """The limit of the control group, in its second or first version, and what is left of it; None
+    without one.
+    """
     for folder, limit_file, used_file, cache in (
         (CGROUPS, "memory.max", "memory.current", "inactive_file"),
         (
@@ -103,7 +101,8 @@ def container_memory() -> ContainerMemory | None:
         limit = _read_number(folder / limit_file)
         used = _read_number(folder / used_file)
         if limit is not None and used is not None:
-            return ContainerMemory(limit, max(used - _read_statistic(folder, cache), 0))
+            held = max(used - _read_statistic(folder, cache), 0)
+            return ContainerMemory(limit, max(limit - held, 0))
     return None
 
 

@@ -126,6 +126,14 @@ def setup_of(
     selection = select(find_blocks(model), resolved)
     plan = plan_of(model, selection, resolved)
     seqlen = resolve_seqlen(model, recipe.seqlen)
-    blocks = selection.blocks
-    samples = recipe.samples
-    return Setup(model, blocks, plan, resolved, samples, seqlen, device, storage, processes)
+    return Setup(
+        model,
+        selection.blocks,
+        plan,
+        resolved,
+        recipe.samples,
+        seqlen,
+        device,
+        storage,
+        processes,
+    )
