@@ -34,13 +34,14 @@ class Source:
         name: in the model.
         file: the path.
         stored_name: in the file.
-        dtype: in the model.
+        dtype, shape: in the model.
     """
 
     name: str
     file: Path
     stored_name: str
     dtype: torch.dtype
+    shape: torch.Size
 
     def read(self) -> Tensor:
         """Read the tensor to the CPU. Raises a CheckpointError if its file is damaged."""
@@ -58,17 +59,6 @@ def prescribed_dtype(plan: Mapping[str, torch.dtype], name: str) -> torch.dtype 
     return None
 
 
-def missing_tensors(module: nn.Module) -> dict[str, torch.Size]:
-    """The shapes of a module's own tensors that are not in memory, as its checkpoint names them."""
-    shapes = {}
-    for name, parameter in module.named_parameters(recurse=False):
-        if parameter.is_meta:
-            shapes[name] = parameter.shape
-    if isinstance(module, SplitExperts):
-        shapes |= module.sources
-    return shapes
-
-
 def sources_of(
     module: nn.Module, stored: Any, dtype_plan: Mapping[str, torch.dtype]
 ) -> dict[str, Source]:
@@ -78,14 +68,18 @@ def sources_of(
         stored: accelerate's map of weights for the module.
         dtype_plan: as for `prescribed_dtype`.
     """
+    if isinstance(module, SplitExperts):
+        shapes = module.sources
+    else:
+        shapes = {name: value.shape for name, value in module.named_parameters(recurse=False)}
     sources = {}
-    for name in missing_tensors(module):
+    for name, shape in shapes.items():
         full_name = f"{stored.prefix}{name}"
         entry = stored.dataset.index.get(full_name)
         if entry is not None:
             dtype = prescribed_dtype(dtype_plan, full_name) or getattr(torch, entry["dtype"])
             file = Path(entry["safetensors_file"])
-            sources[name] = Source(full_name, file, entry["weight_name"], dtype)
+            sources[name] = Source(full_name, file, entry["weight_name"], dtype, shape)
     return sources
 
 
@@ -130,18 +124,13 @@ class Weights:
 
     Parameters that accelerate left on disk (`device_map={"": "disk"}`) are read for as long as they
     are needed; those in memory stay where they are. model: its hooks of accelerate are removed, and
-    buffers moved to `device`. prefetch: read the weights of the next part in the background, which
-    takes the memory of one more part.
+    buffers moved to `device`.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        device: torch.device,
-        prefetch: bool = True,
-    ):
+    def __init__(self, model: PreTrainedModel, device: torch.device):
         self.device = device
-        self.prefetch = prefetch
+        # Read the weights of the next part in the background, which takes the memory of one more.
+        self.prefetch = True
         self._prefetcher = Prefetcher(device)
         # The tensors of each module in files, by name. Weak: a layer that was replaced takes its
         # weight along.
@@ -208,7 +197,7 @@ class Weights:
         try:
             self._bring(part)
             if then is not None and self.prefetch and self._missing(then):
-                self._prefetcher.start(source for _, _, _, source in self._wanted(then))
+                self._prefetcher.start(source for _, _, source in self._wanted(then))
             yield
         except BaseException:
             self._prefetcher.drop()
@@ -225,35 +214,33 @@ class Weights:
         parameters = (p for module in part() for p in module.parameters(recurse=False))
         return self.streamed and any(parameter.is_meta for parameter in parameters)
 
-    def _wanted(self, part: Modules) -> Iterator[tuple[nn.Module, str, torch.Size, Source]]:
-        """Yield module, name, shape and source of the tensors that are read for a part."""
+    def _wanted(self, part: Modules) -> Iterator[tuple[nn.Module, str, Source]]:
+        """Yield module, name and source of the tensors that are read for a part."""
         for module in part():
-            sources = self._sources.get(module, {})
-            for name, shape in missing_tensors(module).items():
-                if name in sources:
-                    yield module, name, shape, sources[name]
+            for name, source in self._sources.get(module, {}).items():
+                if isinstance(module, SplitExperts) or module.get_parameter(name).is_meta:
+                    yield module, name, source
 
     def _bring(self, part: Modules) -> None:
         """Put the parameters of a part on the device. It holds no module: a replaced layer would
         keep its weight.
         """
         brought: dict[str, nn.Parameter] = {}  # tied parameters are one
-        for module, name, shape, source in self._wanted(part):
+        for module, name, source in self._wanted(part):
             if isinstance(module, SplitExperts):
-                module.fill(name, self._read(source, shape))
+                module.fill(name, self._read(source))
                 continue
             if source.name not in brought:
-                value = self._read(source, shape)
-                brought[source.name] = nn.Parameter(value, requires_grad=False)
+                brought[source.name] = nn.Parameter(self._read(source), requires_grad=False)
             module.register_parameter(name, brought[source.name])
 
-    def _read(self, source: Source, shape: torch.Size) -> Tensor:
+    def _read(self, source: Source) -> Tensor:
         tensor = self._prefetcher.take(source)
-        if tensor.shape != shape:
+        if tensor.shape != source.shape:
             raise ModelError(
                 f"{source.name} has the shape {list(tensor.shape)} in the checkpoint, but"
-                f" {list(shape)} in the model that its config.json describes; download or copy the"
-                " checkpoint again"
+                f" {list(source.shape)} in the model that its config.json describes; download or"
+                " copy the checkpoint again"
             )
         # The order of the stream suffices on CUDA.
         return tensor.to(self.device, non_blocking=self.device.type == "cuda")
