@@ -1,7 +1,8 @@
 """How a model calls its blocks, and whether it can be run block by block."""
 
+import inspect
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,23 +120,17 @@ def split_output(output: Any) -> tuple[Tensor, Sequence[Any]]:
 @contextmanager
 def hooks(handles: Iterable[Any]) -> Iterator[None]:
     """Remove the hooks at the end, whatever happens in between."""
-    registered = list(handles)
-    try:
+    with ExitStack() as registered:
+        for handle in handles:
+            registered.callback(handle.remove)
         yield
-    finally:
-        for handle in registered:
-            handle.remove()
 
 
 @contextmanager
-def replaced(
-    owner: Any,
-    name: str,
-    value: Any,
-) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute of an object within the context, and restore or delete it afterwards."""
-    is_property = isinstance(getattr(type(owner), name, None), property)
-    instance_has_it = is_property or name in vars(owner)
+    is_descriptor = inspect.isdatadescriptor(getattr(type(owner), name, None))
+    instance_has_it = is_descriptor or name in vars(owner)
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

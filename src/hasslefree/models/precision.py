@@ -8,13 +8,14 @@ processors with instructions for it (`torch.autocast`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from hasslefree.core.gram import working_dtype
 from hasslefree.core.linalg import multiplies_bfloat16
+from hasslefree.models.calls import replaced
 from hasslefree.packed.linear import SparseLowRankLinear, unpacked_once
 
 
@@ -59,16 +60,12 @@ def computing(
 @contextmanager
 def only_trained(block: nn.Module, trained: Sequence[Tensor]) -> Iterator[None]:
     """Within it, gradients flow to some parameters of a block and to no others."""
-    before = [(p, p.requires_grad) for p in block.parameters()]
     chosen = {id(p) for p in trained}
-    try:
-        for parameter, _ in before:
-            parameter.requires_grad_(id(parameter) in chosen)
+    with ExitStack() as changes:
+        for parameter in block.parameters():
+            changes.callback(setattr, parameter, "grad", None)
+            changes.enter_context(replaced(parameter, "requires_grad", id(parameter) in chosen))
         yield
-    finally:
-        for parameter, wanted in before:
-            parameter.requires_grad_(wanted)
-            parameter.grad = None
 
 
 def as_multiplied(x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.calibrate import run_block, with_batching
-from hasslefree.models.calls import BlockCall
+from hasslefree.models.calls import BlockCall, replaced
 from hasslefree.models.probe import block_calls, entering
 from hasslefree.models.sites import Site, find_site
 from hasslefree.models.weights import Weights, outside
@@ -156,12 +156,7 @@ class Walk:
 @contextmanager
 def values_replaced(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     """Within it, parameters have other values, by their names. Gradients must not outlive it."""
-    parameters = {name: model.get_parameter(name) for name in values}
-    before = {name: parameter.data for name, parameter in parameters.items()}
-    try:
-        for name, parameter in parameters.items():
-            parameter.data = values[name]
+    with ExitStack() as changes:
+        for name, value in values.items():
+            changes.enter_context(replaced(model.get_parameter(name), "data", value))
         yield
-    finally:
-        for name, parameter in parameters.items():
-            parameter.data = before[name]
