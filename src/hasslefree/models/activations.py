@@ -44,10 +44,9 @@ class Activations:
         self.folder = folder
         if storage == "disk" and shape[0]:
             self.states = _in_file(shape, dtype, folder)
-        elif storage == "device":
-            self.states = torch.empty(shape, dtype=dtype, device=device)
         else:
-            self.states = torch.empty(shape, dtype=dtype, device="cpu")
+            target = device if storage == "device" else "cpu"
+            self.states = torch.empty(shape, dtype=dtype, device=target)
 
     def copy(self) -> Self:
         shape = (len(self), self.states.shape[1], self.states.shape[2])

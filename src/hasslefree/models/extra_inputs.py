@@ -31,11 +31,13 @@ class BlockTrace:
     """A call of a block.
 
     Args:
+        name: of the block.
         before: its arguments without the hidden states.
         after: the same arguments after the call: a block may write into them.
         outputs: what it returns after the hidden states.
     """
 
+    name: str
     before: Arguments
     after: Arguments
     outputs: Sequence[Any]
@@ -169,11 +171,8 @@ class ExtraInputs:
 
 def made_by_block(arguments: Arguments, outputs: Sequence[Any]) -> dict[Key, Tensor]:
     """All tensors that a block may have made, by key. arguments, outputs: after the call."""
-    made: dict[Key, Tensor] = {}
-    for path, value in leaves(arguments):
-        made["entry", *path] = value
-    for path, value in leaves(outputs):
-        made["output", *path] = value
+    made: dict[Key, Tensor] = {("entry", *path): value for path, value in leaves(arguments)}
+    made |= {("output", *path): value for path, value in leaves(outputs)}
     return made
 
 
@@ -189,13 +188,9 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
             yield from leaves(item, (*path, index))
 
 
-def keep(path: Path, leaf: Any) -> Any:
-    return leaf
-
-
 def rebuilt(
     value: Any,
-    put: Callable[[Path, Any], Any] = keep,
+    put: Callable[[Path, Any], Any] = lambda path, leaf: leaf,
     path: Path = (),
 ) -> Any:
     """Copy nested containers, with `put(path, leaf)` in the place of each leaf."""
@@ -218,21 +213,14 @@ class ColumnFinder:
         width: of the hidden states, in front of the columns.
         tokens: of the segment.
         columns: those that were assigned.
-        known: the tensors that depend on the text and that blocks made or read so far, with their
-            keys.
+        keys: the last key of each tensor that depends on the text and that blocks made or read so
+            far, by its identity; the traces keep the tensors alive.
     """
 
     width: int
     tokens: int
     columns: dict[Key, Column] = field(default_factory=dict)
-    known: list[tuple[Key, Tensor]] = field(default_factory=list)
-
-    def key(self, value: Tensor) -> Key | None:
-        """The last key that a tensor has got."""
-        for key, tensor in reversed(self.known):
-            if tensor is value:
-                return key
-        return None
+    keys: dict[int, Key] = field(default_factory=dict)
 
     def read(self, value: Tensor, depends: bool) -> Key | None:
         """The key of the column of an argument; None if the argument is the same for every text, or
@@ -240,12 +228,12 @@ class ColumnFinder:
 
         depends: the argument depends on the text.
         """
-        key = self.key(value)
+        key = self.keys.get(id(value))
         if key is None:
             if not depends:
                 return None
-            key = ("text", len(self.known))
-            self.known.append((key, value))
+            key = ("text", len(self.keys))
+            self.keys[id(value)] = key
         if key not in self.columns:
             end = self.width + sum(column.size for column in self.columns.values())
             column = Column.of(value, self.tokens, end)
@@ -260,7 +248,6 @@ class ColumnFinder:
 def learn(
     width: int,
     tokens: int,
-    names: Sequence[str],
     first: Sequence[BlockTrace],
     second: Sequence[BlockTrace],
 ) -> list[ExtraInputs]:
@@ -269,7 +256,6 @@ def learn(
     Args:
         width: of the hidden states.
         tokens: of a segment.
-        names: of the blocks.
         first, second: calls of the blocks for two segments that differ in their last token.
 
     Raises:
@@ -277,7 +263,7 @@ def learn(
     """
     finder = ColumnFinder(width, tokens)
     extras = []
-    for name, one, other in zip(names, first, second, strict=True):
+    for one, other in zip(first, second, strict=True):
         reads = {}
         given = dict(leaves(one.before))
         changed = dict(leaves(other.before))
@@ -287,13 +273,13 @@ def learn(
             if key is not None:
                 reads[path] = key
             elif depends:
-                raise depends_on_text(name, path)
+                raise depends_on_text(one.name, path)
         makes = set()
         for key, value in made_by_block(one.after, one.outputs).items():
             is_given = any(value is tensor for tensor in given.values())
             if key[0] == "output" or not is_given:
                 makes.add(key)
-                finder.known.append((key, value))
+                finder.keys[id(value)] = key
         extras.append(ExtraInputs(width, finder.columns, reads, frozenset(makes)))
     return extras
 

@@ -94,7 +94,7 @@ class Probe:
                 f" (before {self.blocks.prefix(index)})"
             )
         self.calls.append(call)
-        self.traces.append(BlockTrace(rebuilt(call.arguments), call.arguments, ()))
+        self.before = rebuilt(call.arguments)
         self.inspect(index)
 
     def leave(
@@ -108,12 +108,13 @@ class Probe:
         self.output, others = split_output(output)
         length = 0 if output is self.output else len(output)
         self.calls[-1] = replace(self.calls[-1], outputs=length)
-        trace = self.traces[-1]
-        self.traces[-1] = BlockTrace(trace.before, rebuilt(trace.after), others)
+        after = rebuilt(self.calls[-1].arguments)
+        name = self.blocks.prefix(index)
+        self.traces.append(BlockTrace(name, self.before, after, others))
         if not torch.isfinite(self.output).all():
             raise NonFiniteError(
-                f"the output of {self.blocks.prefix(index)} contains NaN or Inf; try another dtype "
-                f"({option('dtype', 'float32')})"
+                f"the output of {name} contains NaN or Inf; try another dtype"
+                f" ({option('dtype', 'float32')})"
             )
         self.advance()
         if index == len(self.blocks.modules) - 1:
@@ -169,31 +170,27 @@ def block_calls(
             f"{type(model).__name__} is not a decoder: its output for a token depends on the tokens"
             " after it; hasslefree compresses causal language models"
         )
-    names = [blocks.prefix(index) for index in range(len(blocks.modules))]
-    extras = learn(first.states.shape[-1], segment.shape[1], names, first.traces, second.traces)
+    extras = learn(first.states.shape[-1], segment.shape[1], first.traces, second.traces)
     calls = [replace(call, extra=extra) for call, extra in zip(first.calls, extras, strict=True)]
     if extras[0].columns:
         with weights.present(outside(model, blocks)):
             states = entering(model, blocks, calls, changed)
-        check_columns(calls, names, second.traces, states)
+        check_columns(calls, second.traces, states)
     return calls
 
 
-def check_columns(
-    calls: Sequence[BlockCall], names: Sequence[str], traces: Sequence[BlockTrace], states: Tensor
-) -> None:
+def check_columns(calls: Sequence[BlockCall], traces: Sequence[BlockTrace], states: Tensor) -> None:
     """Raise a ModelError unless the columns reproduce the arguments of the blocks in a pass.
 
     Args:
-        names: of the blocks.
         traces: of the pass.
         states: that enter the first block in it, (1, tokens, width with columns).
     """
-    for call, name, trace in zip(calls, names, traces, strict=True):
+    for call, trace in zip(calls, traces, strict=True):
         arguments = dict(leaves(call.extra.arguments(call.arguments, states)))
         for path, value in leaves(trace.before):
             if not same(value.float(), arguments[path].float()):
-                raise depends_on_text(name, path)
+                raise depends_on_text(trace.name, path)
         states = call.extra.after(states, call.hidden(states), trace.outputs, trace.after)
 
 
