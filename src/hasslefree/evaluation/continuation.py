@@ -199,14 +199,12 @@ class _Stream(TextStreamer):
         self.show = show
         self.tokens: list[int] = []
         self.times: list[float] = []
-        self.prompt_passed = False
 
     def put(self, value: Tensor) -> None:
         """Takes the prompt (1, length), and then each token (1,)."""
-        if self.prompt_passed:
+        if not self.next_tokens_are_prompt:
             self.times.append(time.perf_counter())
             self.tokens += value.tolist()
-        self.prompt_passed = True
         super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:

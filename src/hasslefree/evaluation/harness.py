@@ -239,16 +239,12 @@ def quiet_harness() -> Iterator[None]:
     import lm_eval.models.huggingface
 
     logger = logging.getLogger("lm_eval")
-    level = logger.level
-    bars_shown = datasets.is_progress_bar_enabled()
     with ExitStack() as stack:
         for module in (lm_eval.api.model, lm_eval.api.task, lm_eval.models.huggingface):
             stack.enter_context(replaced(module, "tqdm", partial(tqdm, disable=True)))
+        stack.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.ERROR)
+        if datasets.is_progress_bar_enabled():
+            stack.callback(datasets.enable_progress_bars)
         datasets.disable_progress_bars()
-        try:
-            yield
-        finally:
-            logger.setLevel(level)
-            if bars_shown:
-                datasets.enable_progress_bars()
+        yield

@@ -45,8 +45,7 @@ def local_documents(name: str, known: Sequence[str]) -> list[Document]:
     if not path.exists():
         raise CalibrationError(f"the text file {path} does not exist; check its path")
     if is_table:
-        rows = enumerate(table_rows(path, kind), 1)
-        documents = [document_of(row, f"{path}, row {number}") for number, row in rows]
+        documents = list(row_documents(path, table_rows(path, kind)))
     else:
         opened = gzip.open if plain != path else open
         try:
@@ -83,11 +82,15 @@ def table_rows(path: Path, kind: str) -> Iterable[Any]:
         raise CalibrationError(f"{path} cannot be read by datasets: {cause}; convert it") from error
 
 
+def row_documents(path: Path, rows: Iterable[Any]) -> Iterator[Document]:
+    for number, row in enumerate(rows, 1):
+        yield document_of(row, f"{path}, row {number}")
+
+
 def json_documents(path: Path, text: str) -> Iterator[Document]:
     """The documents of the rows of a JSON list, or of those in the lines of a text."""
     if text.lstrip().startswith("["):
-        for number, row in enumerate(parsed(text, f"{path}, line 1"), 1):
-            yield document_of(row, f"{path}, row {number}")
+        yield from row_documents(path, parsed(text, f"{path}, line 1"))
         return
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
