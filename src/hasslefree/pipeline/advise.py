@@ -21,10 +21,9 @@ from hasslefree.distributed import ALONE
 from hasslefree.errors import RecipeError, option
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import find_blocks
-from hasslefree.models.load import resolve_device
 from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.models.weights import Weights
-from hasslefree.pipeline.inputs import check_segments, open_model
+from hasslefree.pipeline.inputs import check_segments, open_model, target_of
 from hasslefree.pipeline.preflight import preflight
 from hasslefree.pipeline.text import draw, read_texts
 from hasslefree.planning.advice import Advice
@@ -72,7 +71,7 @@ def advise(
             " allocate"
         )
     check_storage(activations)
-    target = model.device if isinstance(model, PreTrainedModel) else resolve_device(device)
+    target = target_of(model, device)
     phases = Phases(progress)
     with (
         torch.inference_mode(False),

@@ -293,10 +293,11 @@ def passes(task: Task, groups: list[list[str]], device: torch.device) -> list[li
     for group in groups:
         kind = kind_of(task, group[0])
         size = sums_bytes(task.plans[group[0]].shape[1])
-        if kind not in passes_of_kind or taken[kind] + size > room:
-            passes_of_kind.setdefault(kind, []).append([])
+        of_kind = passes_of_kind.setdefault(kind, [])
+        if not of_kind or taken[kind] + size > room:
+            of_kind.append([])
             taken[kind] = 0
-        passes_of_kind[kind][-1].append(group)
+        of_kind[-1].append(group)
         taken[kind] += size
     return list(chain.from_iterable(passes_of_kind.values()))
 

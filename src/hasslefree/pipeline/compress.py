@@ -19,16 +19,15 @@ from hasslefree.checkpoint.entries import checksum
 from hasslefree.checkpoint.output import FILES, check_output
 from hasslefree.checkpoint.record import Record
 from hasslefree.checkpoint.resume import Unfinished, unfinished, unfinished_folder
-from hasslefree.distributed import World, local_device, process_group
+from hasslefree.distributed import World, process_group
 from hasslefree.errors import ModelError, OutputError
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import find_blocks, other_modalities
-from hasslefree.models.load import resolve_device
 from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.models.weights import Weights
 from hasslefree.pipeline.block import compress_blocks
 from hasslefree.pipeline.held_out import Check
-from hasslefree.pipeline.inputs import check_segments, open_model
+from hasslefree.pipeline.inputs import check_segments, open_model, target_of
 from hasslefree.pipeline.job import Job, PlannedModel
 from hasslefree.pipeline.metadata import configuration, described, recorded, write_rest
 from hasslefree.pipeline.preflight import preflight
@@ -134,10 +133,7 @@ def compress(
     folder = Path(out).resolve()
     check_request(model, folder, resume, overwrite)
     check_storage(activations)
-    if isinstance(model, PreTrainedModel):
-        target = model.device
-    else:
-        target = resolve_device(device or local_device())
+    target = target_of(model, device)
     with (
         torch.inference_mode(False),
         memory_reused(),

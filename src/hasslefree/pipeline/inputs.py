@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from hasslefree.distributed import World
+from hasslefree.distributed import World, local_device
 from hasslefree.errors import CalibrationError, ModelError, option
 from hasslefree.files import stored_tensors, weight_files
 from hasslefree.models.experts import split_experts
@@ -21,11 +21,23 @@ from hasslefree.models.load import (
     quantization,
     refuse_adapters,
     refuse_compressed,
+    resolve_device,
     resolve_seqlen,
 )
 from hasslefree.models.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+def target_of(model: str | Path | PreTrainedModel, device: str | None) -> torch.device:
+    """Where to compute: a loaded model stays where it is, and each process of torchrun has a GPU.
+
+    Args:
+        device: None for the GPU if there is one.
+    """
+    if isinstance(model, PreTrainedModel):
+        return model.device
+    return resolve_device(device or local_device())
 
 
 def open_model(

@@ -101,7 +101,8 @@ def draw(
         Token ids (samples, seqlen), int64; segments of several texts are mixed.
     """
     seqlen = resolve_seqlen(model, recipe.seqlen)
-    texts = texts or read_texts(model, tokenizer, recipe, device or model.device)
+    device = device or model.device
+    texts = texts or read_texts(model, tokenizer, recipe, device)
     with (phases or Phases()).phase(TEXT, recipe.samples, "segments") as phase:
 
         def encoded(document: Document | Joined) -> Tensor:
@@ -112,7 +113,7 @@ def draw(
 
         def segments_of(name: str, count: int) -> Tensor:
             if name == SELF:
-                whole = whole_model(model, device or model.device)
+                whole = whole_model(model, device)
                 return written_segments(whole, tokenizer, count, seqlen, recipe.seed, phase.advance)
             share = texts.shares[name]
             try:

@@ -117,10 +117,11 @@ def is_worse(
     """
     if before is None or after is None:
         return False
-    code = before["kl"], after["kl"]
-    if code[0] is None or code[1] is None:
+    kl_before = before["kl"]
+    kl_after = after["kl"]
+    if kl_before is None or kl_after is None:
         return False
-    return code[1]["mean"] * own["after"] > code[0]["mean"] * own["before"]
+    return kl_after["mean"] * own["after"] > kl_before["mean"] * own["before"]
 
 
 def train_whole(job: Job, reference: Reference) -> PredictionRecord:

@@ -40,14 +40,6 @@ TABLES: dict[str, dict[str, About]] = {
     "efforts": ABOUT_EFFORTS,
 }
 OPTIONS = ("--method", "--method or --pruner", "--low-rank", "--pattern", "--effort")
-# The fields of a recipe that set those of a grid.
-GRID_FIELDS = {
-    "grid.bits": "bits",
-    "grid.group": "group_size",
-    "grid.symmetric": "symmetric",
-    "grid.offset": "offset",
-    "grid.scale_bits": "scale_bits",
-}
 
 
 def overview() -> tuple[dict[str, Any], Group]:
@@ -99,7 +91,9 @@ def settings(part: Any, prefix: str = "") -> Iterator[tuple[str, Any, str | None
     for field in fields(part):
         value = getattr(part, field.name)
         setting = prefix + field.name
-        option = next((name for end, name in GRID_FIELDS.items() if setting.endswith(end)), setting)
+        option = setting.rpartition("grid.")[2]
+        if setting.endswith("grid.group"):
+            option = "group_size"
         flag = f"--{option.replace('_', '-')}" if option in NAMES else None
         if not is_dataclass(value):
             yield setting, value, flag
