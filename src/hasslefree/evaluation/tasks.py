@@ -7,7 +7,7 @@ import importlib.util
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,53 +20,41 @@ REMEDY = 'pip install "hasslefree[eval]"'
 
 
 @dataclass(frozen=True)
-class RowForm:
-    """A form in which the rows of a task are published.
-
-    Args:
-        fields: the fields of every row.
-        changes: what differs from the harness's definition of the task.
-    """
-
-    fields: tuple[str, ...]
-    changes: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Task:
     """A task of the harness.
 
     Args:
         folder: the folder of its definition, among the harness's tasks.
-        forms: the forms of its rows, first the one of the data set on the hub.
+        forms: the forms in which its rows are published, first the one of the data set on the hub:
+            the fields of every row, and what differs from the harness's definition of the task.
     """
 
     folder: str
-    forms: tuple[RowForm, ...]
+    forms: dict[tuple[str, ...], dict[str, Any]]
 
 
-ARC = RowForm(("question", "choices", "answerKey"))
+ARC = Task("arc", {("question", "choices", "answerKey"): {}})
 # HellaSwag also circulates as the harness's process_docs leaves it, BoolQ also outside SuperGLUE.
 TASKS = {
-    "piqa": Task("piqa", (RowForm(("goal", "sol1", "sol2", "label")),)),
+    "piqa": Task("piqa", {("goal", "sol1", "sol2", "label"): {}}),
     "hellaswag": Task(
         "hellaswag",
-        (
-            RowForm(("activity_label", "ctx_a", "ctx_b", "endings", "label")),
-            RowForm(("query", "choices", "gold"), {"process_docs": None, "doc_to_target": "gold"}),
-        ),
+        {
+            ("activity_label", "ctx_a", "ctx_b", "endings", "label"): {},
+            ("query", "choices", "gold"): {"process_docs": None, "doc_to_target": "gold"},
+        },
     ),
-    "arc_easy": Task("arc", (ARC,)),
-    "arc_challenge": Task("arc", (ARC,)),
-    "winogrande": Task("winogrande", (RowForm(("sentence", "option1", "option2", "answer")),)),
-    "rte": Task("glue/rte", (RowForm(("sentence1", "sentence2", "label")),)),
-    "openbookqa": Task("openbookqa", (RowForm(("question_stem", "choices", "answerKey")),)),
+    "arc_easy": ARC,
+    "arc_challenge": ARC,
+    "winogrande": Task("winogrande", {("sentence", "option1", "option2", "answer"): {}}),
+    "rte": Task("glue/rte", {("sentence1", "sentence2", "label"): {}}),
+    "openbookqa": Task("openbookqa", {("question_stem", "choices", "answerKey"): {}}),
     "boolq": Task(
         "super_glue/boolq",
-        (
-            RowForm(("passage", "question", "label")),
-            RowForm(("passage", "question", "answer"), {"doc_to_target": "answer"}),
-        ),
+        {
+            ("passage", "question", "label"): {},
+            ("passage", "question", "answer"): {"doc_to_target": "answer"},
+        },
     ),
 }
 
@@ -89,11 +77,12 @@ def check_tasks(names: Sequence[str], folder: Path | None) -> None:
             raise TaskError(f"{option('tasks')} names {name} twice; remove one")
         seen.add(name)
         if folder is not None:
-            form_of_rows(name, folder)
+            changes_of_rows(name, folder)
 
 
-def form_of_rows(name: str, folder: Path) -> RowForm:
-    """Find the form of the rows in FOLDER/<name>.jsonl by the fields of the first one.
+def changes_of_rows(name: str, folder: Path) -> dict[str, Any]:
+    """What the rows in FOLDER/<name>.jsonl change in the harness's definition, by the fields of the
+    first one.
 
     Raises:
         TaskError: the file is missing or empty, or the row has none of the task's forms.
@@ -110,10 +99,10 @@ def form_of_rows(name: str, folder: Path) -> RowForm:
             f" must contain {name}.jsonl, a JSON object per line"
         ) from None
     forms = TASKS[name].forms
-    for form in forms:
-        if isinstance(first, dict) and first.keys() >= set(form.fields):
-            return form
-    needed = " or ".join(", ".join(form.fields) for form in forms)
+    for fields, changes in forms.items():
+        if isinstance(first, dict) and first.keys() >= set(fields):
+            return changes
+    needed = " or ".join(map(", ".join, forms))
     raise TaskError(f"{file}: the first row lacks fields; every row needs {needed}")
 
 
@@ -170,7 +159,7 @@ def _local_data(
         "validation_split": "validation",
         "test_split": None,
     }
-    return changes | form_of_rows(name, folder).changes
+    return changes | changes_of_rows(name, folder)
 
 
 def _check_row(
