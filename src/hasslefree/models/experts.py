@@ -92,23 +92,14 @@ class SplitExperts(nn.Module):
             self.add_module(name, child)
         self.calls_every_expert = False
         self.tensors = fused_tensors(layout)
-        parameters = dict(fused.named_parameters(recurse=False))
         # The shapes of the fused tensors, by name.
-        self.sources = {name: parameter.shape for name, parameter in parameters.items()}
+        self.sources = {name: fused.get_parameter(name).shape for name in self.tensors}
         self.count = len(fused.down_proj)
         self.chosen = experts_per_token(config, self.count)
         for index in range(self.count):
-            layers = {}
-            for name, tensor in self.tensors.items():
-                if tensor.leaf == "bias":
-                    continue
-                weights = tensor.split(parameters[name][index])
-                for layer, weight in zip(tensor.layers, weights, strict=True):
-                    out, width = weight.shape
-                    layers[layer] = nn.Linear(width, out, layout.has_bias, device="meta")
-            self.add_module(str(index), nn.ModuleDict(layers))
-        for name, parameter in parameters.items():
-            self.fill(name, parameter.detach())
+            self.add_module(str(index), nn.ModuleDict())
+        for name in self.tensors:
+            self.fill(name, fused.get_parameter(name).detach())
             del fused._parameters[name]
 
     def experts(self) -> Iterator[Any]:
@@ -117,7 +108,8 @@ class SplitExperts(nn.Module):
             yield self.get_submodule(str(index))
 
     def fill(self, name: str, fused: Tensor) -> None:
-        """Give the linear layers that are not compressed their parts of a fused tensor, as views.
+        """Give the linear layers that are not compressed their parts of a fused tensor, as views;
+        the first time, make the layers.
 
         name: of the fused tensor.
         """
@@ -125,6 +117,9 @@ class SplitExperts(nn.Module):
         for index, expert in enumerate(self.experts()):
             parts = tensor.split(fused[index])
             for layer, part in zip(tensor.layers, parts, strict=True):
+                if layer not in expert:
+                    out, width = part.shape
+                    expert[layer] = nn.Linear(width, out, self.layout.has_bias, device="meta")
                 linear = expert[layer]
                 if isinstance(linear, nn.Linear):
                     linear.register_parameter(tensor.leaf, nn.Parameter(part, requires_grad=False))
