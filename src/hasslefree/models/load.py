@@ -116,13 +116,13 @@ def check_reads_text(name: str, config: Any) -> None:
     kind = auto_class(config)._model_mapping.get(type(config), None)
     if kind is None:  # transformers says so itself when the model is made
         return
-    parameters = inspect.signature(kind.forward).parameters
-    required = set()
-    for key, parameter in parameters.items():
-        is_named = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        if is_named and parameter.default is parameter.empty:
-            required.add(key)
-    if "input_ids" not in parameters or required - {"self", "input_ids"}:
+    signature = inspect.signature(kind.forward)
+    try:
+        signature.bind(None, input_ids=None)
+        reads_text = "input_ids" in signature.parameters
+    except TypeError:  # it requires more
+        reads_text = False
+    if not reads_text:
         raise ModelError(
             f"{name} is a {kind.__name__}, which needs more inputs than text; hasslefree compresses"
             " language models"

@@ -113,8 +113,8 @@ class BlockView:
     def of(cls, blocks: Blocks, index: int) -> "BlockView":
         block = blocks.modules[index]
         shared = set()
-        for name, parameter in block.named_parameters():
-            if f"{blocks.prefix(index)}.{name}" in blocks.shared:
+        for name, parameter in block.named_parameters(blocks.prefix(index)):
+            if name in blocks.shared:
                 shared.add(id(parameter))
         experts = {}
         for name, module in block.named_modules():
