@@ -39,6 +39,7 @@ class Activations:
         storage: str,
         folder: Path,
     ):
+        self.shape = shape
         self.device = device
         self.storage = storage
         self.folder = folder
@@ -49,8 +50,7 @@ class Activations:
             self.states = torch.empty(shape, dtype=dtype, device=target)
 
     def copy(self) -> Self:
-        shape = (len(self), self.states.shape[1], self.states.shape[2])
-        other = type(self)(shape, self.states.dtype, self.device, self.storage, self.folder)
+        other = type(self)(self.shape, self.states.dtype, self.device, self.storage, self.folder)
         other.states.copy_(self.states)
         return other
 
@@ -76,7 +76,7 @@ class Activations:
         """Yield slices of all segments: at most `tokens` tokens at a time, and at least one
         segment.
         """
-        count = max(tokens // self.states.shape[1], 1)
+        count = max(tokens // self.shape[1], 1)
         for first in range(0, len(self), count):
             yield slice(first, first + count)
 

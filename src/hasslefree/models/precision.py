@@ -106,15 +106,14 @@ def narrow_tensors(modules: Iterable[nn.Module], keep: torch.dtype | None) -> li
     """The floating-point tensors of modules that are not float32 or wider, without matrices of
     dtype `keep`.
     """
-    tensors: dict[int, Tensor] = {}  # by identity: modules may share them
+    tensors: list[Tensor] = []
     for module in modules:
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            tensors[id(tensor)] = tensor
-        cached = module.unpacked_copy if isinstance(module, SparseLowRankLinear) else None
-        if cached is not None:
-            tensors[id(cached)] = cached
+        tensors += module.parameters(recurse=False)
+        tensors += module.buffers(recurse=False)
+        if isinstance(module, SparseLowRankLinear) and module.unpacked_copy is not None:
+            tensors.append(module.unpacked_copy)
     narrow = []
-    for tensor in tensors.values():
+    for tensor in dict.fromkeys(tensors):  # modules may share them
         is_kept = tensor.ndim >= 2 and tensor.dtype == keep
         if tensor.is_floating_point() and tensor.dtype != working_dtype(tensor) and not is_kept:
             narrow.append(tensor)
