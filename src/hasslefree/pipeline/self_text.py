@@ -54,7 +54,7 @@ def is_on_disk(model: PreTrainedModel) -> bool:
 
 def check_memory(model: PreTrainedModel, device: torch.device) -> None:
     """Raise a MemoryShortError if another copy of a model does not fit in memory."""
-    need = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    need = sum(parameter.nbytes for parameter in model.parameters())
     free = free_memory(device)
     if need > free:
         raise MemoryShortError(

@@ -17,11 +17,13 @@ from hasslefree.models.calibrate import pass_bytes
 from hasslefree.models.weights import trim
 
 CGROUPS = Path("/sys/fs/cgroup")
+# Rows and columns of the matrices whose product is timed.
+SIDE = 1024
 
 
-def product_rate(device: torch.device, side: int = 1024) -> float:
-    """FLOPs a second of a float32 product (side, side) × (side, side), the best of five."""
-    one = torch.full((side, side), 0.5, device=device)  # no random numbers: a run draws its own
+def product_rate(device: torch.device) -> float:
+    """FLOPs a second of a float32 product (SIDE, SIDE) × (SIDE, SIDE), the best of five."""
+    one = torch.full((SIDE, SIDE), 0.5, device=device)  # no random numbers: a run draws its own
     best = math.inf
     for _ in range(5):
         start = time.perf_counter()
@@ -29,7 +31,7 @@ def product_rate(device: torch.device, side: int = 1024) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
         best = min(best, time.perf_counter() - start)
-    return 2 * side**3 / best
+    return 2 * SIDE**3 / best
 
 
 def free_memory(device: torch.device, processes: int = 1) -> int:
@@ -61,7 +63,7 @@ def total_memory(device: torch.device) -> int:
     return total if container is None else min(total, container.limit)
 
 
-def local_processes(processes: int = 1) -> int:
+def local_processes(processes: int) -> int:
     """The number of processes of a run on this machine, as torchrun states it.
 
     Args:

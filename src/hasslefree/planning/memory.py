@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import shutil
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 
@@ -209,9 +208,10 @@ def solver_bytes(setup: Setup, forward: int) -> int:
     Args:
         forward: bytes of the pass.
     """
-    widths = [[layer.shape[1] for layer in plans.values()] for plans in setup.plan.blocks]
-    widest = max(chain.from_iterable(widths))  # a block may keep all of its layers dense
-    most = max(sum(map(sums_bytes, of_block)) for of_block in widths)
+    widest = max(layer.shape[1] for layer in setup.layers)
+    most = 0
+    for plans in setup.plan.blocks:
+        most = max(most, sum(sums_bytes(layer.shape[1]) for layer in plans.values()))
     most = min(most, max(room_for_sums(setup.device), sums_bytes(widest)))
     solver = max(workspace(setup, layer) for layer in setup.layers) + most // 3
     if setup.device.type == "cpu":

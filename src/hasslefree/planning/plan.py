@@ -106,12 +106,12 @@ class Plan:
     @property
     def layers(self) -> list[LayerPlan]:
         """The plans of all layers in the blocks, in order."""
-        return layers_of(self.blocks)
+        return [layer for plans in self.blocks for layer in plans.values()]
 
     @property
     def matrices(self) -> list[LayerPlan]:
         """The plans of the ends, and of all layers in the blocks."""
-        return layers_of(self.parts)
+        return [*self.ends.values(), *self.layers]
 
     @property
     def parts(self) -> list[dict[str, LayerPlan]]:
@@ -122,11 +122,6 @@ class Plan:
     def size(self) -> int:
         """The bytes of all planned matrices."""
         return sum(matrix.size for matrix in self.matrices)
-
-
-def layers_of(blocks: Iterable[Mapping[str, LayerPlan]]) -> list[LayerPlan]:
-    """The plans of the layers of blocks, in order."""
-    return [layer for plans in blocks for layer in plans.values()]
 
 
 def select(blocks: Blocks, resolved: Resolved) -> Selection:
@@ -352,9 +347,10 @@ def make_plan(selection: Selection, resolved: Resolved, rank: int | None = None)
                 most = min(matrix.shape)
                 fitted = with_rank(resolved, rank if rank <= most else most // step * step)
             blocks[index][name] = plan_layer(selection.blocks, index, matrix, fitted)
+    plan = Plan(blocks, plan_ends(selection, resolved, grid))
     if rank is None:
-        check_factor_bits(resolved.factor_bits, max(layer.rank for layer in layers_of(blocks)))
-    return Plan(blocks, plan_ends(selection, resolved, grid))
+        check_factor_bits(resolved.factor_bits, max(layer.rank for layer in plan.layers))
+    return plan
 
 
 def plan_of(model: torch.nn.Module, selection: Selection, resolved: Resolved) -> Plan:
