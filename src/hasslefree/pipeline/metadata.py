@@ -23,6 +23,7 @@ from hasslefree.checkpoint.originals import (
 from hasslefree.checkpoint.plugin import HasslefreeConfig
 from hasslefree.checkpoint.record import Record, versions
 from hasslefree.models.blocks import other_modalities
+from hasslefree.models.ends import asked
 from hasslefree.models.load import auto_class
 from hasslefree.pipeline.job import Job
 from hasslefree.pipeline.text import Texts, first_tokens
@@ -163,12 +164,12 @@ def head_is_tied(model: PreTrainedModel) -> bool:
 
     A checkpoint may state `tie_word_embeddings` and hold a head of its own, which then counts.
     """
-    head = model.get_output_embeddings()
+    name, head = asked(model, "get_output_embeddings")
     if head is None:
         return False
-    names = {f"{name}.weight" for name, module in model.named_modules() if module is head}
+    weight = f"{name}.weight"
     tied = model.all_tied_weights_keys
-    return any(name in tied or name in tied.values() for name in names)
+    return weight in tied or weight in tied.values()
 
 
 def draw_errors(report: Record) -> bytes | None:

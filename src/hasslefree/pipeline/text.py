@@ -115,7 +115,6 @@ def draw(
             if name == SELF:
                 whole = whole_model(model, device)
                 return written_segments(whole, tokenizer, count, seqlen, recipe.seed, phase.advance)
-            share = texts.shares[name]
             try:
                 segments = long_enough(
                     texts, name, tokenizer, encoded, (count, seqlen, recipe.seed)
@@ -123,7 +122,8 @@ def draw(
             except CalibrationError as error:
                 if len(texts.shares) == 1:
                     raise
-                raise error.within(f"text {name}, {share:.0%} of the calibration") from None
+                share = f"{texts.shares[name]:.0%} of the calibration"
+                raise error.within(f"text {name}, {share}") from None
             return begin_with(segments, first_tokens(tokenizer, recipe))
 
         return mixed(texts, recipe.samples, recipe.seed, segments_of)

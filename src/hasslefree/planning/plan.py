@@ -276,12 +276,9 @@ def plan_end(end: End, grid: Grid, resolved: Resolved) -> LayerPlan:
     return LayerPlan.of(end.shape, pattern, rank, end.dtype, fitted)
 
 
-def plan_ends(selection: Selection, resolved: Resolved, grid: Grid | None) -> dict[str, LayerPlan]:
-    """The plans of the embedding and the head, on the grid whose bits are nearest to the layers'.
-
-    Args:
-        grid: of the layers; None if they have none.
-    """
+def plan_ends(selection: Selection, resolved: Resolved) -> dict[str, LayerPlan]:
+    """The plans of the embedding and the head, on the grid with bits nearest to the layers'."""
+    grid = resolved.solver.grid
     bits = 0 if grid is None else grid.bits
     plans: dict[str, LayerPlan] = {}
     for name, end in selection.ends.items():
@@ -336,8 +333,7 @@ def make_plan(selection: Selection, resolved: Resolved, rank: int | None = None)
     Args:
         rank: of every layer that is wide enough, within a size; None for that of the recipe.
     """
-    grid = resolved.solver.grid
-    step = STEP if grid else 1
+    step = STEP if resolved.solver.grid else 1
     blocks: list[dict[str, LayerPlan]] = []
     for index, matrices in enumerate(selection.sites):
         blocks.append({})
@@ -347,7 +343,7 @@ def make_plan(selection: Selection, resolved: Resolved, rank: int | None = None)
                 most = min(matrix.shape)
                 fitted = with_rank(resolved, rank if rank <= most else most // step * step)
             blocks[index][name] = plan_layer(selection.blocks, index, matrix, fitted)
-    plan = Plan(blocks, plan_ends(selection, resolved, grid))
+    plan = Plan(blocks, plan_ends(selection, resolved))
     if rank is None:
         check_factor_bits(resolved.factor_bits, max(layer.rank for layer in plan.layers))
     return plan

@@ -47,6 +47,7 @@ def overview() -> tuple[dict[str, Any], Group]:
     too, is once.
     """
     parts: list[RenderableType] = []
+    content: dict[str, Any] = {}
     for (heading, entries), option in zip(TABLES.items(), OPTIONS, strict=True):
         rows = Table.grid(padding=(0, 2, 0, 0), pad_edge=False, expand=True)
         rows.add_column(width=14)
@@ -56,10 +57,7 @@ def overview() -> tuple[dict[str, Any], Group]:
             if heading != "methods" or name not in pruners.ABOUT:
                 rows.add_row(name, about.line, about.reference)
         parts += [Text(f"{heading} ({option})", style="bold"), Constrain(rows, 80), Text()]
-    content = {
-        heading: {name: asdict(about) for name, about in entries.items()}
-        for heading, entries in TABLES.items()
-    }
+        content[heading] = {name: asdict(about) for name, about in entries.items()}
     return content, Group(*parts, Text(NOTES))
 
 
