@@ -182,24 +182,25 @@ def sized_perplexities(content: Content) -> dict[str, list[dict[str, Any]]]:
     dense model's perplexity shows.
     """
     checks = [(run, run.record.held_out) for run in content.runs if run.record.held_out]
-    models: list[tuple[str, int, Mapping[str, float | None]]] = []
+    texts: dict[str, list[dict[str, Any]]] = {}
+
+    def add(model: str, size: int, perplexities: Mapping[str, float | None]) -> None:
+        for text, perplexity in perplexities.items():
+            if perplexity is not None:
+                point = {"model": model, "bytes": size, "perplexity": perplexity}
+                texts.setdefault(text, []).append(point)
+
     if len(checks) > 1 and len({check["dense"] for _, check in checks}) == 1:
         run, check = checks[0]
-        models.append((f"{run.model} (dense)", run.sizes.dense_bytes, {HELD_OUT: check["dense"]}))
+        add(f"{run.model} (dense)", run.sizes.dense_bytes, {HELD_OUT: check["dense"]})
         for run, check in checks:
-            models.append((run.name, run.sizes.bytes, {HELD_OUT: check["compressed"]}))
+            add(run.name, run.sizes.bytes, {HELD_OUT: check["compressed"]})
     for name, evaluation in content.others.items():
         size = content.dense_bytes(name)
         if size is not None:
-            models.append((f"{model_name(name)} (dense)", size, evaluation.perplexity))
+            add(f"{model_name(name)} (dense)", size, evaluation.perplexity)
     for run in content.runs:
-        models.append((run.name, run.sizes.bytes, run.evaluation.perplexity))
-    texts: dict[str, list[dict[str, Any]]] = {}
-    for name, size, perplexities in models:
-        for text, perplexity in perplexities.items():
-            if perplexity is not None:
-                point = {"model": name, "bytes": size, "perplexity": perplexity}
-                texts.setdefault(text, []).append(point)
+        add(run.name, run.sizes.bytes, run.evaluation.perplexity)
     return texts
 
 

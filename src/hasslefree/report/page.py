@@ -18,7 +18,7 @@ from hasslefree.report.content import OUTSIDE, Content, model_name, place
 from hasslefree.report.drawing import ASSETS, CONFIG
 from hasslefree.report.maps import MAPS
 from hasslefree.report.samples import Samples
-from hasslefree.units import duration, size, span
+from hasslefree.units import duration, size
 
 
 def render(content: Content, samples: Sequence[Samples] = ()) -> str:
@@ -50,9 +50,9 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
             runs=content.runs,
             charts=charts,
             comparisons=compared,
-            texts=list(texts),
-            kl_texts=list(kl_texts),
-            tasks=list(tasks),
+            texts=texts,
+            kl_texts=kl_texts,
+            tasks=tasks,
             samples=samples,
             vega=vl_convert.get_vega_version(),
             data={"config": CONFIG, "charts": definitions},
@@ -73,16 +73,17 @@ def environment() -> Environment:
         lstrip_blocks=True,
         finalize=without_control_characters,
     )
-    made.filters["duration"] = duration
-    made.filters["kl"] = kl_in_words
-    made.filters["layer"] = layer_text
-    made.filters["leading"] = leading
-    made.filters["model"] = model_name
-    made.filters["short"] = MAPS["sensitivity"].text
-    made.filters["percentage"] = MAPS["relative-error"].text
-    made.filters["size"] = size
-    made.filters["span"] = span
-    made.filters["trained"] = trained
+    made.filters |= {
+        "duration": duration,
+        "kl": kl_in_words,
+        "layer": layer_text,
+        "leading": leading,
+        "model": model_name,
+        "short": MAPS["sensitivity"].text,
+        "percentage": MAPS["relative-error"].text,
+        "size": size,
+        "trained": trained,
+    }
     return made
 
 

@@ -2,6 +2,8 @@
 by side.
 """
 
+import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +26,8 @@ class Sample:
         """The number of characters that both texts begin with."""
         if self.dense is None:
             return len(self.compressed)
-        for count, pair in enumerate(zip(self.compressed, self.dense, strict=False)):
-            if pair[0] != pair[1]:
-                return count
-        return min(len(self.compressed), len(self.dense))
+        pairs = zip(self.compressed, self.dense, strict=False)
+        return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,11 @@ def sample_folders(
         options: those of `load_model`.
     """
     sampling = Sampling(max_new_tokens)
-    by_model: dict[str, list[str]] = {}
 
+    @functools.cache
     def texts_of(model: str) -> list[str]:
-        if model not in by_model:
-            writer = Writer.load(model, **options)
-            by_model[model] = [writer.write(prompt, sampling).text for prompt in prompts]
-        return by_model[model]
+        writer = Writer.load(model, **options)
+        return [writer.write(prompt, sampling).text for prompt in prompts]
 
     samples: list[Samples] = []
     for folder in folders:
