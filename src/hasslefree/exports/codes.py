@@ -52,7 +52,7 @@ def check_layers(model: PreTrainedModel, engine: str) -> dict[str, Coded]:
         grid = layer.spec.grid
         width = layer.in_features
         pattern = layer.spec.pattern
-        reason: str | None
+        reason = None
         if experts_of(model, name):
             reason = "it belongs to experts, which this export does not know"
         elif grid is None:
@@ -65,8 +65,6 @@ def check_layers(model: PreTrainedModel, engine: str) -> dict[str, Coded]:
             reason = f"its rows of {width} inputs are no multiple of {GROUP}"
         elif not ENGINES[engine].holds(grid):
             reason = f"{not_held(engine, grid)}: {again}"
-        else:
-            reason = None
         if grid is None or reason:
             raise ModelError(f"{engine} cannot hold layer {name}: {reason}; or {others}")
         group = grid.group if grid.block else ENGINES[engine].group_for(grid, width)

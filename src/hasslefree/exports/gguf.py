@@ -47,15 +47,11 @@ class Files:
     def of(cls, destination: Path) -> "Files":
         """Those in a folder, or beside a file whose name ends with .gguf."""
         if destination.suffix != SUFFIX:
-            names = ("model.gguf", "adapter.gguf", "Modelfile")
-            return cls(*[destination / name for name in names])
+            adapter = destination / "adapter.gguf"
+            return cls(destination / "model.gguf", adapter, destination / "Modelfile")
         stem = destination.stem
-        names = (destination.name, f"{stem}-adapter.gguf", f"{stem}.Modelfile")
-        return cls(*[destination.with_name(name) for name in names])
-
-    def within(self, folder: Path) -> "Files":
-        """Files of the same names in another folder."""
-        return Files(*[folder / file.name for file in (self.model, self.adapter, self.modelfile)])
+        adapter = destination.with_name(f"{stem}-adapter.gguf")
+        return cls(destination, adapter, destination.with_name(f"{stem}.Modelfile"))
 
     @property
     def starts(self) -> dict[Path, bytes]:
@@ -74,7 +70,10 @@ class Files:
 
 def write_gguf(model: PreTrainedModel, target: Target) -> dict[str, Path]:
     """Write S, L unless every rank is 0, and a Modelfile."""
-    files = Files.of(target.final).within(target.folder)
+    destination = target.folder
+    if target.final.suffix == SUFFIX:
+        destination /= target.final.name
+    files = Files.of(destination)
     template = target.template
     assert template is not None
     layers = check_layers(model, "llama.cpp")
@@ -109,18 +108,18 @@ def find_places(
         if name.rpartition(".")[0] not in layers:
             site = sites.get(name.removesuffix(".weight"))
             plain[name] = parameter.detach() if site is None else site.weight()
+    matrices = {name: tensor for name, tensor in plain.items() if tensor.ndim == 2}
     shapes: dict[str, tuple[int, ...]] = {}
     for name, coded in layers.items():
         shapes[name] = coded.layer.spec.shape
-    for name, tensor in plain.items():
-        if tensor.ndim == 2:
-            shapes[name] = tensor.shape
+    for name, tensor in matrices.items():
+        shapes[name] = tensor.shape
 
     def values(name: str) -> Tensor:
         return summed(layers[name].layer) if name in layers else plain[name]
 
     places = find_matrices(template, shapes, values)
-    for name in shapes.keys() - layers.keys():
+    for name in matrices:
         place = places[name]
         if not template.holds(place.name, place.ordered(plain[name])):
             raise template.error(f"is of another model: {place.name} has other values than {name}")
@@ -252,12 +251,13 @@ def blocks_of(coded: Coded) -> Tensor:
     else:
         assert grid.scale_bits is not None
         groups = grid.groups(coded.layer.in_features)
+        by_block = (*numbers[0].shape[:2], -1)
         multiples: list[Tensor] = []
         for name in ("weight_scale_packed", "weight_offset_packed"):
             if name in tensors:
                 unpacked = unpack_codes(tensors[name], grid.scale_bits, groups)
-                multiples.append(unpacked.view(*numbers[0].shape[:2], -1))
-        parts = k_parts(kind, codes.view(*numbers[0].shape[:2], -1), multiples, numbers)
+                multiples.append(unpacked.view(by_block))
+        parts = k_parts(kind, codes.view(by_block), multiples, numbers)
     return torch.cat(parts, -1).flatten(1)
 
 

@@ -38,36 +38,33 @@ def write_compressed_tensors(model: PreTrainedModel, target: Target) -> dict[str
     """
     make_ends_plain(model)
     packed: Packed = {}
-    groups: list[dict[str, Any]] = []
+    layers_of: dict[tuple[int, bool, int | None], list[str]] = {}
     for name, coded in check_layers(model, "vllm").items():
         grid = coded.grid
-        scheme = {"num_bits": grid.bits, "type": "int", "symmetric": grid.symmetric}
-        scheme |= {"dynamic": False, "strategy": "channel"}
+        size = coded.group if grid.group else None
+        layers_of.setdefault((grid.bits, grid.symmetric, size), []).append(name)
         tensors = coded.layer.tensors()
         parts = {"weight_scale": coded.layer.weight.detach()}
         if not grid.symmetric:
             # Packed along the outputs: a column is that of a group.
             parts["weight_zero_point"] = tensors["weight_zero_point"]
-        if grid.group:
-            scheme |= {"strategy": "group", "group_size": coded.group}
+        if size:
             for leaf, numbers in parts.items():
                 parts[leaf] = coded.repeated(numbers)
         parts["weight_packed"] = tensors["weight_packed"]
         parts["weight_shape"] = torch.tensor(coded.layer.spec.shape)
         packed[name] = parts
-        for group in groups:
-            if group["weights"] == scheme:
-                group["targets"].append(name)
-                break
-        else:
-            groups.append({"targets": [name], "weights": scheme})
-    if len(groups) == 1:
-        groups[0]["targets"] = ["Linear"]
+    groups: dict[str, Any] = {}
+    for (bits, symmetric, size), names in layers_of.items():
+        scheme = {"num_bits": bits, "type": "int", "symmetric": symmetric, "dynamic": False}
+        scheme |= {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
+        targets = names if len(layers_of) > 1 else ["Linear"]
+        groups[f"group_{len(groups)}"] = {"targets": targets, "weights": scheme}
     config = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
-        "config_groups": {f"group_{index}": group for index, group in enumerate(groups)},
+        "config_groups": groups,
         "ignore": dense_linear(model),
     }
     factors = factors_of(model)
