@@ -32,7 +32,7 @@ def export_card(
     kind: str,
     source: str,
     recorded: bool,
-    auto: str = "AutoModelForCausalLM",
+    auto: str,
 ) -> str:
     """The card of one folder of an export.
 
@@ -44,16 +44,13 @@ def export_card(
     """
     library = LIBRARIES.get(kind, "transformers")
     front = ModelCardData(library_name=library, pipeline_tag="text-generation", tags=[TAG])
-    record = ""
-    if recorded:
-        record = "../compression.json" if kind.endswith("base") else "compression.json"
     return rendered(
         "exported.md",
-        front=front.to_yaml(),
+        front,
         kind=kind,
         source=source,
         library=library,
-        record=record,
+        recorded=recorded,
         auto=auto,
     )
 
@@ -100,19 +97,19 @@ def model_card(
     """
     return rendered(
         "compressed.md",
-        front=_front(report, licence, auto).to_yaml(),
+        _front(report, licence, auto),
         name=report.model.rstrip("/").rpartition("/")[2],
         record=report,
         left_dense=report.recipe.get("leave_dense"),
         command=command_of(report, trust_remote_code=trust_remote_code),
         picture=FIGURE if has_picture else None,
-        licence=dict.fromkeys(LICENCE_FIELDS) | licence if licence else None,
+        licence=licence,
         auto=auto,
     )
 
 
-def rendered(template: str, **content: Any) -> str:
-    """A card from a template in `assets`."""
+def rendered(template: str, front: ModelCardData, **content: Any) -> str:
+    """A card from a template in `assets`. front: the fields that the Hub reads."""
     made = Environment(
         loader=FileSystemLoader(ASSETS),
         undefined=StrictUndefined,
@@ -121,8 +118,8 @@ def rendered(template: str, **content: Any) -> str:
         keep_trailing_newline=True,
     )
     made.filters |= {"by_kind": by_kind, "cell": cell, "trained": trained}
-    card = made.get_template(template).render(place=PLACE, hub_name=NAME, **content)
-    return escaped(card, "\n")
+    made.globals |= {"front": front.to_yaml(), "place": PLACE, "hub_name": NAME}
+    return escaped(made.get_template(template).render(content), "\n")
 
 
 def _tags(report: Record) -> list[str]:

@@ -105,9 +105,9 @@ def check_stored(
         layer, _, leaf = name.rpartition(".")
         layers.setdefault(layer, {})[leaf] = tensor
     for name, entry in entries.items():
-        expected = entry.spec.tensors() | (
-            {"bias": ((entry.spec.shape[0],), None)} if name in biased else {}
-        )
+        expected = entry.spec.tensors()
+        if name in biased:
+            expected["bias"] = ((entry.spec.shape[0],), None)
         tensors = layers.get(name, {})
         try:
             check_tensors(name, expected, {leaf: tensor.meta for leaf, tensor in tensors.items()})
@@ -134,10 +134,10 @@ def check_tensors(
             raise CheckpointError(
                 f"{name}.{leaf} does not belong to the layer that config.json describes; {again}"
             )
-        (shape, dtype), found = expected[leaf], tuple(tensor.shape)
-        if found != shape:
+        shape, dtype = expected[leaf]
+        if tensor.shape != shape:
             raise CheckpointError(
-                f"{name}.{leaf} has the shape {list(found)}, but {list(shape)} according to"
+                f"{name}.{leaf} has the shape {list(tensor.shape)}, but {list(shape)} according to"
                 f" config.json; {again}"
             )
         if tensor.dtype != dtype if dtype else tensor.dtype not in FLOATS:

@@ -3,6 +3,7 @@ file headers.
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -41,13 +42,10 @@ class LayerSize:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: the fields of the spec are among the others, its grid in words."""
-        content = {
-            "name": self.name,
-            **vars(self.spec),
-            **vars(self),
-            "grid": self.spec.grid and str(self.spec.grid),
-        }
-        return {name: value for name, value in content.items() if name != "spec"}
+        content = {"name": self.name, **vars(self.spec), **vars(self)}
+        content["grid"] = self.spec.grid and str(self.spec.grid)
+        del content["spec"]
+        return content
 
 
 @dataclass(frozen=True)
@@ -102,47 +100,46 @@ def inspect_folder(folder: Path) -> FolderSize:
     check_stored(entries, stored, biased, indices=False)
     records = read_record(folder).layers if (folder / "compression.json").is_file() else ()
     errors = {record.name: record.relative_error for record in records}
-    layers = []
+    bytes_of: Counter[str] = Counter()
+    for full_name, tensor in stored.items():
+        bytes_of[full_name.rpartition(".")[0]] += tensor.meta.nbytes
     order = {name: index for index, name in enumerate(errors)}  # the model's, if it is recorded
-    # Numbers by their length, then by their digits: Python does not convert thousands of them.
-    numbered = sorted(
-        entries, key=lambda name: [(len(p) * p.isdecimal(), p) for p in name.split(".")]
-    )
-    for name in sorted(
-        numbered, key=lambda name: order.get(name, len(order))
-    ):  # else layers.2 before layers.10
+
+    def position(name: str) -> tuple[Any, ...]:
+        # Without a record, layers.2 before layers.10. Numbers by their length, then by their
+        # digits: Python does not convert thousands of them.
+        parts = [(len(part) * part.isdecimal(), part) for part in name.split(".")]
+        return order.get(name, len(order)), parts
+
+    layers = []
+    for name in sorted(entries, key=position):
         spec = entries[name].spec
         out, width = spec.shape
         dtype = stored[f"{name}.{'weight_scale' if spec.grid else 'values'}"].meta.dtype
-        leaves = [*spec.tensors(), *(["bias"] if name in biased else [])]
-        stored_bytes = sum(stored[f"{name}.{leaf}"].meta.nbytes for leaf in leaves)
         dense_bytes = out * (width + (name in biased)) * dtype.itemsize
-        layers.append(
-            LayerSize(name, spec, FLOATS[dtype], stored_bytes, dense_bytes, errors.get(name))
-        )
-    other = sum(tensor.meta.nbytes for tensor in stored.values()) - sum(
-        layer.bytes for layer in layers
-    )
-    return FolderSize(str(folder), config["version"], tuple(layers), other)
+        size_of_layer = bytes_of.pop(name)
+        error = errors.get(name)
+        layers.append(LayerSize(name, spec, FLOATS[dtype], size_of_layer, dense_bytes, error))
+    return FolderSize(str(folder), config["version"], tuple(layers), bytes_of.total())
 
 
 def kind_table(folder: FolderSize) -> Table:
     """A line for each kind of layer (q_proj, down_proj, …), with ranges over its layers, and the
     totals.
     """
-    kinds: dict[tuple[str, ...], list[LayerSize]] = {}
-    pattern = pattern_column(folder)
+    kinds: dict[tuple[str, str], list[LayerSize]] = {}
     for layer in folder.layers:
         kind = escaped(layer.name.rpartition(".")[2])
-        kinds.setdefault((kind, *[layer.spec.pattern] * len(pattern)), []).append(layer)
-    columns = columns_of(folder)
-    lines = table(["kind", *pattern], ["layers", *columns], title_of(folder))
-    for words, layers in kinds.items():
-        lines.add_row(*words, str(len(layers)), *cells(layers, columns))
+        kinds.setdefault((kind, layer.spec.pattern), []).append(layer)
+    pattern = pattern_column(folder)
+    figures = columns_of(folder)
+    columns = [*pattern, "layers", *figures]
+    lines = table(["kind", *pattern], ["layers", *figures], title_of(folder))
+    for (kind, _), layers in kinds.items():
+        lines.add_row(kind, *cells(layers, columns))
     lines.add_section()
-    gap = [""] * len(pattern)
-    lines.add_row("compressed", *gap, str(len(folder.layers)), *cells(folder.layers, columns))
-    gap += [""] * (len(columns) - 1)
+    lines.add_row("compressed", *cells(folder.layers, columns))
+    gap = [""] * (len(columns) - 2)
     other = folder.other_bytes
     lines.add_row("the rest", *gap, size(other), "100.0%" if other else "")
     lines.add_row("all", *gap, size(folder.bytes), f"{folder.bytes / folder.dense_bytes:.1%}")
@@ -156,11 +153,11 @@ def layer_table(folder: FolderSize) -> Table:
     shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, heads)]
     heading = f"layer of {'.'.join(shared)}" if shared else "layer"
     pattern = pattern_column(folder)
-    columns = columns_of(folder)
-    lines = table([heading, *pattern], columns, title_of(folder))
+    figures = columns_of(folder)
+    lines = table([heading, *pattern], figures, title_of(folder))
     for name, layer in zip(names, folder.layers, strict=True):
-        words = [escaped(".".join(name[len(shared) :])), *[layer.spec.pattern] * len(pattern)]
-        lines.add_row(*words, *cells([layer], columns))
+        rest = escaped(".".join(name[len(shared) :]))
+        lines.add_row(rest, *cells([layer], pattern + figures))
     return lines
 
 
@@ -196,10 +193,13 @@ def columns_of(folder: FolderSize) -> list[str]:
 
 def cells(layers: Sequence[LayerSize], columns: Sequence[str]) -> list[str]:
     """The figures of some layers, in the order of the columns."""
+    patterns = {layer.spec.pattern for layer in layers}
     bits = [layer.spec.grid.bits for layer in layers if layer.spec.grid]
     errors = [layer.relative_error for layer in layers if layer.relative_error is not None]
     stored = sum(layer.bytes for layer in layers)
     figures = {
+        "pattern": patterns.pop() if len(patterns) == 1 else "",
+        "layers": str(len(layers)),
         "bits": span(bits) if bits else "",
         "rank": span([layer.spec.rank for layer in layers]),
         "relative error": span(errors, "{:.2g}") if errors else "",

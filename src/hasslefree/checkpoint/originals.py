@@ -12,7 +12,7 @@ from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defin
 from transformers import PretrainedConfig
 from transformers.utils.hub import cached_file
 
-from hasslefree.files import edited_json
+from hasslefree.files import edited_json, read_json
 
 # The files of tokenizers, and of processors. A program that is not transformers may read one that
 # transformers does not write, such as tokenizer.model.
@@ -85,10 +85,7 @@ def read_configuration(model: str) -> dict[str, Any]:
     file = original_file(model, "config.json")
     if file is None:
         return {}
-    content = json.loads(file.read_text(encoding="utf-8"))
-    if isinstance(content, dict):
-        return content
-    return {}
+    return read_json(file)
 
 
 def restore_keys(

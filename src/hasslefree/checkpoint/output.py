@@ -40,11 +40,9 @@ def check_output(
             f"the output {folder} holds the current folder, or is a mount point; {remedy}"
         )
     if folder.is_dir() and any(folder.iterdir()):
-        read = (
-            [source, *filter(Path.is_file, source.iterdir())]
-            if source is not None and source.is_dir()
-            else []
-        )
+        read = []
+        if source is not None and source.is_dir():
+            read = [source, *filter(Path.is_file, source.iterdir())]
         if any(path.resolve().is_relative_to(folder) for path in read):
             raise OutputError(
                 f"the output folder {folder} holds the model {source} itself; {remedy}"
@@ -139,11 +137,8 @@ def disk_errors(path: Path, remedy: str) -> Iterator[None]:
     except Exception as error:
         # safetensors and tokenizers report a full disk as exceptions of their own.
         if isinstance(error, OSError | SafetensorError) or "os error" in str(error):
-            remedy = (
-                remedy
-                if path.parent.exists()
-                else "its folder was removed during the run; start again"
-            )
+            if not path.parent.exists():
+                remedy = "its folder was removed during the run; start again"
             raise WriteError(f"{path} cannot be written: {error}; {remedy}") from error
         raise
 

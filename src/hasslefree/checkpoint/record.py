@@ -288,22 +288,17 @@ class Record:
         """The verdict as text, for a terminal."""
         rows = self.verdict()
         width = max(map(len, rows)) + 2
-        lines = (
-            f"{name:{width}}{text}".replace("\n", "\n" + " " * width) for name, text in rows.items()
-        )
-        return escaped("\n".join(lines), "\n")
+        lines = [f"{name:{width}}{text}" for name, text in rows.items()]
+        below = "\n" + " " * width
+        return escaped("\n".join(line.replace("\n", below) for line in lines), "\n")
 
     def _repr_html_(self) -> str:
         """The verdict as a table, for a notebook."""
-        cells = {
-            name: html.escape(escaped(text, "\n")).replace("\n", "<br>")
-            for name, text in self.verdict().items()
-        }
-        rows = (
-            f'<tr><th style="text-align:left">{name}</th><td>{cell}</td></tr>'
-            for name, cell in cells.items()
-        )
-        return f"<table>{''.join(rows)}</table>"
+        rows = ""
+        for name, text in self.verdict().items():
+            cell = html.escape(escaped(text, "\n")).replace("\n", "<br>")
+            rows += f'<tr><th style="text-align:left">{name}</th><td>{cell}</td></tr>'
+        return f"<table>{rows}</table>"
 
     def to_json(self) -> str:
         """compression.json: all but the seconds, so that the same recipe, model and machine give
@@ -370,7 +365,7 @@ def perplexities(report: Record) -> str:
         if report.recipe.get("calibration") == "self"
         else "of the calibration text"
     )
-    measured = f"{rise(report.held_out)}\n{tokens_of(report, report.held_out)} {source}"
+    measured = measured_on(report, report.held_out, source)
     if report.held_out_code:
         return measured
     return f"{measured};\ntext of other kinds may lose more"
@@ -378,7 +373,7 @@ def perplexities(report: Record) -> str:
 
 def perplexity_of_code(report: Record, code: HeldOutRecord) -> str:
     """Before and after, and whether code loses much more or less than the calibration's text."""
-    measured = f"{rise(code)}\n{tokens_of(report, code)} of Python's library"
+    measured = measured_on(report, code, "of Python's library")
     if report.held_out is None:
         return measured
     on_text = increase(report.held_out)
@@ -427,8 +422,14 @@ def kl_in_words(kl: KLRecord) -> str:
     )
 
 
-def tokens_of(report: Record, measured: HeldOutRecord) -> str:
-    return f"on {measured['segments']} × {report.seqlen} held-out tokens"
+def measured_on(
+    report: Record,
+    measured: HeldOutRecord,
+    source: str,
+) -> str:
+    """Both perplexities, and the text. source: of its tokens."""
+    tokens = f"{measured['segments']} × {report.seqlen} held-out tokens"
+    return f"{rise(measured)}\non {tokens} {source}"
 
 
 def increase(measured: HeldOutRecord) -> float:
@@ -440,41 +441,7 @@ def increase(measured: HeldOutRecord) -> float:
     return 0.0
 
 
-def compress_command(
-    model: str,
-    out: str,
-    recipe: Recipe,
-) -> list[str]:
-    """The words of the command that compresses a model by a recipe, without the defaults of this
-    version.
-    """
-    words = [
-        "hasslefree",
-        "compress",
-        model,
-        out,
-        "--pattern",
-        str(recipe.pattern),
-        "--method",
-        str(recipe.method),
-    ]
-    for field in dataclasses.fields(recipe):
-        value = getattr(recipe, field.name)
-        if field.name in ("pattern", "method") or value == field.default:
-            continue
-        flag = f"--{field.name.replace('_', '-')}"
-        if isinstance(value, bool):
-            words.append(flag if value else f"--no-{flag[2:]}")
-        else:
-            words += [flag, *map(str, value if isinstance(value, tuple) else (value,))]
-    return words
-
-
-def command_of(
-    report: Record,
-    out: str = "OUT",
-    trust_remote_code: bool = False,
-) -> str | None:
+def command_of(report: Record, trust_remote_code: bool = False) -> str | None:
     """The command that makes the same folder again, without this version's defaults; None if its
     tokens or its model were given from Python.
     """
@@ -482,7 +449,17 @@ def command_of(
         return None
     given = {name: value for name, value in report.recipe.items() if value is not None}
     recipe = Recipe(**given | {"seqlen": report.seqlen})
-    words = compress_command(report.model, out, recipe)
+    words = ["hasslefree", "compress", report.model, "OUT"]
+    always = ("pattern", "method")  # first
+    for field in sorted(dataclasses.fields(recipe), key=lambda field: field.name not in always):
+        value = getattr(recipe, field.name)
+        if value == field.default and field.name not in always:
+            continue
+        flag = f"--{field.name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            words += [flag, *map(str, value if isinstance(value, tuple) else (value,))]
     if report.device != "cuda":
         words += ["--device", report.device]
     return shlex.join(words + ["--trust-remote-code"] * trust_remote_code)
