@@ -8,6 +8,7 @@ import torch
 import hasslefree
 from hasslefree import Joint, Recipe, SemiStructured
 from hasslefree.core.protocols import Method
+from hasslefree.distributed import World
 from hasslefree.errors import MemoryShortError
 from hasslefree.pipeline import compress as driver
 from hasslefree.pipeline import layers
@@ -76,5 +77,6 @@ def test_the_largest_layer_goes_to_the_least_loaded_process():
     """Oracle: by hand. One process solves q; the other one k and v, which together cost less."""
     shapes = {"k": (1024, 8192), "q": (8192, 8192), "v": (1024, 8192)}
     plans = {name: LayerPlan.of(shape, SemiStructured(2, 4), 64, torch.bfloat16) for name, shape in shapes.items()}
-    assert layers.assign_layers(plans, 2) == {"k": 1, "q": 0, "v": 1}
-    assert layers.assign_layers(plans, 1) == {"k": 0, "q": 0, "v": 0}
+    costs = [plan.cost for plan in plans.values()]
+    assert World(0, 2).assign(costs) == [1, 0, 1]
+    assert World(0, 1).assign(costs) == [0, 0, 0]

@@ -64,7 +64,8 @@ def compress_groups(task: Task, groups: list[list[str]], grams: Sequence[Gram]) 
     """
     world = task.world
     plans = {name: task.plans[name] for group in groups for name in group}
-    owners = assign_layers(plans, world.size)
+    ranks = world.assign([plan.cost for plan in plans.values()])
+    owners = dict(zip(plans, ranks, strict=True))
     solved: dict[str, Done] = {}
     for group, gram in zip(groups, grams, strict=True):
         local = {name: plans[name] for name in group if owners[name] == world.rank}
@@ -180,9 +181,3 @@ def share_layer(
     for tensor in layer.state_dict().values():
         world.broadcast_(tensor, owner)
     return layer, record
-
-
-def assign_layers(plans: Plans, processes: int) -> dict[str, int]:
-    """The rank that solves each layer."""
-    owners = World(0, processes).assign([plan.cost for plan in plans.values()])
-    return dict(zip(plans, owners, strict=True))

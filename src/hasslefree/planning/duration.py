@@ -9,17 +9,11 @@ from hasslefree.models.rules import by_kind
 from hasslefree.planning.machine import product_rate
 from hasslefree.planning.setup import Setup
 from hasslefree.progress import ALLOCATION, CHECK, INPUTS, PREDICTIONS, PROBES, REFERENCE, SOLVING
-from hasslefree.recipe.resolve import Resolved
 from hasslefree.solve.methods.joint import QUICK_PRUNING
 
 # For methods that stop by themselves: the number of products out × in × in that take as long, as
 # measured on layers of 512 to 1024 inputs.
 ROUNDS = {"3basil": 900, "alps": 160, "osscar": 300, "pcp": 1000}
-
-
-def rounds_of(resolved: Resolved) -> int:
-    """The number of products out × in × in that a method takes for a layer."""
-    return ROUNDS.get(resolved.method, getattr(resolved.solver, "rounds", 1))
 
 
 def flops_by_phase(setup: Setup) -> dict[str, float]:
@@ -35,13 +29,15 @@ def flops_by_phase(setup: Setup) -> dict[str, float]:
             squares += share_of_tokens(block, name) * layer.shape[1] ** 2
     head = setup.embeddings.weight.numel()
     volume = sum(matrix.cost for matrix in setup.plan.matrices) / setup.processes
+    resolved = setup.resolved
+    rounds = ROUNDS.get(resolved.method, getattr(resolved.solver, "rounds", 1))
     grams = 2 * setup.text_tokens * squares
     forward = 2 * setup.text_tokens * parameters
     checking = 4 * setup.checked_tokens  # of the dense and the compressed model
     probing = 2 * setup.probe_tokens * (parameters + head)
     choosing = 0.0
     if probing:
-        grids = len(setup.resolved.grids)
+        grids = len(resolved.grids)
         choosing = 2 * probing + 2 * (QUICK_PRUNING.rounds + grids) * volume
     dense_tokens = setup.matched_tokens
     if setup.plan.ends and not dense_tokens:
@@ -51,7 +47,7 @@ def flops_by_phase(setup: Setup) -> dict[str, float]:
         PROBES: probing,
         ALLOCATION: choosing,
         INPUTS: grams + passes(setup) * forward + checking * parameters,
-        SOLVING: 2 * rounds_of(setup.resolved) * volume,
+        SOLVING: 2 * rounds * volume,
         # A step runs a block forward, again and backward; predictions of both models, and a
         # backward pass of the head.
         PREDICTIONS: 2 * setup.matched_tokens * (4 * parameters + 3 * head),
