@@ -10,15 +10,15 @@ import torch
 
 from hasslefree.checkpoint.output import write_whole
 from hasslefree.report.content import OUTSIDE, Content, Run, model_name, place, places
-from hasslefree.report.drawing import HUES, Drawing, png, vega_lite
+from hasslefree.report.drawing import CONFIG, Drawing, png, vega_lite
 from hasslefree.report.maps import MAPS, figures, layer_map
 from hasslefree.units import significant
 
 # The most numbers in the curves of all layers of a report, about seven bytes each on the page.
 POINTS = 12_000
-# A dash for each line, in the order of lines: the colours come again after `HUES`.
+# A dash for each line, in the order of lines: another one whenever all colours are used.
 _PATTERNS = ([9999, 0], [6, 3], [2, 2], [8, 3, 2, 3])
-DASHES = [dash for dash in _PATTERNS for _ in HUES]
+DASHES = [dash for dash in _PATTERNS for _ in CONFIG["range"]["category"]]
 # The width of a phone, without margins, in which a legend must fit.
 LEGEND_PIXELS = 300
 ROUNDS_NOTE = (
@@ -71,17 +71,23 @@ def run_charts(
     most = max(12, POINTS // (2 * len(shared["relative-error"])))
     histories = {layer.name: layer.history for layer in run.record.layers}
     if max(map(len, histories.values())) > 1:
-        rows = curves(histories, most)
-        y = logarithmic("relative error, damped")
         charts[f"rounds-{label}"] = lines(
-            "Error during the run", rows, "progress of the solver", y, selected, ROUNDS_NOTE
+            "Error during the run",
+            curves(histories, most),
+            "progress of the solver",
+            "relative error, damped",
+            selected,
+            note=ROUNDS_NOTE,
         )
     if run.spectra:
         spectra = {layer.name: run.spectra.get(layer.name, ()) for layer in run.record.layers}
-        rows = curves(spectra, most)
-        y = axis("share of the largest", domain=[0, 1])
         charts[f"spectra-{label}"] = lines(
-            "Singular values of L", rows, "singular value, largest first", y, selected
+            "Singular values of L",
+            curves(spectra, most),
+            "singular value, largest first",
+            "share of the largest",
+            selected,
+            is_share=True,
         )
     return charts
 
@@ -102,8 +108,9 @@ def comparisons(content: Content) -> dict[str, Drawing]:
                     blocks.setdefault(block, []).append(layer.relative_error)
             means = [significant(statistics.fmean(errors)) for errors in blocks.values()]
             rows.append({"layer": run.name, "kind": run.name, "step": [*blocks], "value": means})
-        y = logarithmic("mean relative error")
-        charts["comparison"] = lines("Mean relative error of each block", rows, "block", y)
+        charts["comparison"] = lines(
+            "Mean relative error of each block", rows, "block", "mean relative error"
+        )
     return charts
 
 
@@ -131,8 +138,9 @@ def lines(
     title: str,
     rows: list[dict[str, Any]],
     x: str,
-    y: dict[str, Any],
+    y: str,
     selected: str = "",
+    is_share: bool = False,
     note: str = "",
 ) -> Drawing:
     """Draw a line for each row.
@@ -140,8 +148,9 @@ def lines(
     Args:
         rows: the layer, or what a line stands for; the kind, which has a colour; the steps, and the
             values above 0.
-        x: the title of the axis of steps.
+        x, y: the titles of the axis of steps and of the upward one.
         selected: the only layer that is drawn; "" for all.
+        is_share: the upward axis goes from 0 to 1; otherwise it is logarithmic.
     """
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     # Given, because a layer without values has none from which Vega could find it.
@@ -155,6 +164,7 @@ def lines(
         legend=None if selected else legend(kinds),
         ends=[min(ends), max(ends)],
         selected=selected,
+        is_share=is_share,
     )
     return Drawing(title, chart, rows, note)
 
@@ -163,16 +173,6 @@ def legend(names: Iterable[str]) -> dict[str, int]:
     """A legend with as many names in a row as fit on a phone."""
     longest = max(map(len, names))
     return {"columns": max(1, LEGEND_PIXELS // (30 + 6 * longest))}
-
-
-def axis(title: str, **scale: Any) -> dict[str, Any]:
-    """An upward axis for the values of `lines`."""
-    return {"field": "value", "type": "quantitative", "title": title, "scale": scale}
-
-
-def logarithmic(title: str) -> dict[str, Any]:
-    """An upward axis. With four ticks, each is labelled where less than a decade is shown."""
-    return axis(title, type="log", nice=False) | {"axis": {"tickCount": 4}}
 
 
 def sized_perplexities(content: Content) -> dict[str, list[dict[str, Any]]]:

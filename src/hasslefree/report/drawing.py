@@ -23,29 +23,8 @@ from hasslefree.escaping import escaped, escaped_within
 
 ASSETS = Path(__file__).parent / "assets"
 
-INK = "var(--ink)"
-SOFT = "var(--soft)"
-LINE = "var(--line)"
-CARD = "var(--card)"
-_HUE_NAMES = ("accent", "second", "third", "fourth", "fifth", "sixth", "seventh")
-HUES = [f"var(--{name})" for name in _HUE_NAMES]
-
-_TEXT = {
-    "labelColor": SOFT,
-    "titleColor": SOFT,
-    "titleFontWeight": "normal",
-    "labelFontSize": 11,
-    "titleFontSize": 11,
-}
-CONFIG: dict[str, Any] = {
-    "background": CARD,
-    "font": "sans-serif",
-    "axis": {**_TEXT, "gridColor": LINE, "domainColor": LINE, "tickColor": LINE},
-    "legend": {**_TEXT, "labelColor": INK, "orient": "bottom", "labelLimit": 300},
-    "title": {"color": INK, "anchor": "start"},
-    "view": {"stroke": None},
-    "range": {"category": HUES},
-}
+# The style of all charts.
+CONFIG: dict[str, Any] = json.loads((ASSETS / "config.json").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from hasslefree.checkpoint.record import Record
 from hasslefree.report.content import OUTSIDE, places
-from hasslefree.report.drawing import HUES, Drawing, vega_lite
+from hasslefree.report.drawing import Drawing, vega_lite
 from hasslefree.units import significant
 
 
@@ -103,24 +103,16 @@ def layer_map(
     positive = [value for value in [*others, *shown] if value > 0] or [1.0]
     least = min(positive)
     most = max(positive)
-    scale: dict[str, Any] = {"scheme": "viridis", "domain": [0, most]}
     if form.logarithmic:
-        ends = [least, max(most, 1.01 * least)]  # a scale needs a range
-        scale |= {"type": "log", "domain": ends, "clamp": True}
-    label = "format(datum.value, '.2~r')"
-    if form.percent:
-        label = "format(100 * datum.value, '.2~r') + ' %'"
+        most = max(most, 1.01 * least)  # a scale needs a range
     blocks = {row["block"] for row in rows}
-    # Black and white numbers have a contrast of 4.5 or more on each side of the limit of luminance.
     chart = vega_lite(
         "map.json",
         height=22 * len(blocks),
-        figure=form.figure,
-        frame=HUES[1],
-        label=label,
+        form=form,
         least=least,
+        most=most,
         outside=OUTSIDE,
-        scale=scale,
         selected=selected,
     )
     return Drawing(form.title, chart, rows)

@@ -11,10 +11,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from hasslefree.checkpoint.card import trained
-from hasslefree.checkpoint.record import KLRecord, kl_in_words
+from hasslefree.checkpoint.record import kl_in_words
 from hasslefree.escaping import escaped_within
 from hasslefree.report.charts import comparisons, run_charts
-from hasslefree.report.content import OUTSIDE, Content, model_name, place
+from hasslefree.report.content import OUTSIDE, Content, Evaluation, model_name, place
 from hasslefree.report.drawing import ASSETS, CONFIG
 from hasslefree.report.maps import MAPS
 from hasslefree.report.samples import Samples
@@ -32,14 +32,11 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
     for index, run in enumerate(content.runs):
         worst = max(run.record.layers, key=lambda layer: layer.relative_error)
         charts.update(run_charts(run, content, str(index), worst.name))
-    evaluations = [*content.others.values(), *(run.evaluation for run in content.runs)]
-    texts: dict[str, float] = {}
-    kl_texts: dict[str, KLRecord] = {}
-    tasks: dict[str, float] = {}
-    for evaluation in evaluations:
-        texts.update(evaluation.perplexity)
-        kl_texts.update(evaluation.kl)
-        tasks.update(evaluation.tasks)
+    columns = Evaluation()  # what is known of any model
+    for evaluation in [*content.others.values(), *(run.evaluation for run in content.runs)]:
+        columns.perplexity |= evaluation.perplexity
+        columns.kl |= evaluation.kl
+        columns.tasks |= evaluation.tasks
     scripts = [vega_bundle(), (ASSETS / "page.js").read_text(encoding="utf-8")]
     definitions = {name: drawing.on_page() for name, drawing in charts.items()}
     return (
@@ -50,9 +47,7 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
             runs=content.runs,
             charts=charts,
             comparisons=compared,
-            texts=texts,
-            kl_texts=kl_texts,
-            tasks=tasks,
+            columns=columns,
             samples=samples,
             vega=vl_convert.get_vega_version(),
             data={"config": CONFIG, "charts": definitions},
