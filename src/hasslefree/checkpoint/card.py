@@ -64,7 +64,7 @@ def base_licence(model: str) -> dict[str, str]:
         front = metadata_load(file) if file else None
     except (OSError, ValueError, YAMLError):
         return {}
-    given = front if isinstance(front, dict) else {}
+    given = front or {}
     return {name: given[name] for name in LICENCE_FIELDS if isinstance(given.get(name), str)}
 
 
@@ -122,30 +122,19 @@ def rendered(template: str, front: ModelCardData, **content: Any) -> str:
     return escaped(made.get_template(template).render(content), "\n")
 
 
-def _tags(report: Record) -> list[str]:
-    """What the hub lists the model under."""
-    tags = [TAG]
-    if report.patterns:
-        tags.append("sparse")
-    if report.bits:
-        tags.append("quantized")
-    if report.ranks:
-        tags.append("low-rank")
-    return tags
-
-
 def _front(
     report: Record,
     licence: dict[str, str],
     auto: str,
 ) -> ModelCardData:
     """The fields that the Hub reads."""
+    kinds = {"sparse": report.patterns, "quantized": report.bits, "low-rank": report.ranks}
     fields: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": (
             "text-generation" if auto == "AutoModelForCausalLM" else "image-text-to-text"
         ),
-        "tags": _tags(report),
+        "tags": [TAG, *(tag for tag, layers in kinds.items() if layers)],
         **licence,
     }
     if report.model.count("/") == 1 and not Path(report.model).exists():

@@ -282,7 +282,9 @@ class Record:
                 f"{unreached} layers had no token of the calibration text, and were\n"
                 "fitted without inputs: use more text"
             )
-        return rows | ({"time": duration(self.seconds)} if self.seconds else {})
+        if self.seconds:
+            rows["time"] = duration(self.seconds)
+        return rows
 
     def summary(self) -> str:
         """The verdict as text, for a terminal."""

@@ -26,7 +26,13 @@ from hasslefree.checkpoint.output import (
 )
 from hasslefree.errors import ModelError, OutputError, UnknownNameError, option
 from hasslefree.exports.converter import dense_template
-from hasslefree.exports.formats import Target, write_adapter, write_dense, write_narrow
+from hasslefree.exports.formats import (
+    Target,
+    dense_shapes,
+    write_adapter,
+    write_dense,
+    write_narrow,
+)
 from hasslefree.exports.gguf import SUFFIX, Files, write_gguf
 from hasslefree.exports.quantised import write_compressed_tensors, write_mlx
 from hasslefree.files import edited_json, read_json
@@ -142,12 +148,9 @@ def bytes_needed(model: PreTrainedModel) -> int:
     """The size of either export: S with its zeros, the factors, all else as it is, and room for the
     tokenizer.
     """
-    entries = sum(parameter.numel() for parameter in model.parameters())
+    entries = sum(parameter.numel() for parameter in dense_shapes(model).parameters())
     for layer in compressed_layers(model).values():
-        stored = sum(
-            parameter.numel() for name, parameter in layer.named_parameters() if name != "bias"
-        )
-        entries += layer.spec.dense_parameters + layer.spec.rank * sum(layer.spec.shape) - stored
+        entries += layer.spec.rank * sum(layer.spec.shape)
     return entries * model.dtype.itemsize + 50_000_000
 
 

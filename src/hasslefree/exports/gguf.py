@@ -224,16 +224,12 @@ def floats_of(coded: Coded) -> list[Tensor]:
     """
     grid = coded.grid
     if grid.block is None:
-        floats = [coded.scale, coded.second]
-    else:
-        assert grid.scale_bits is not None
-        tensors = coded.layer.tensors()
-        steps = 1 << (grid.scale_bits - grid.signed_scales)
-        units = [tensors[name] for name in ("weight_scale", "weight_offset") if name in tensors]
-        floats = [unit.detach().float() / steps for unit in units]
-    if grid.offset:
-        return floats
-    return floats[:1]
+        return [coded.scale, coded.second] if grid.offset else [coded.scale]
+    assert grid.scale_bits is not None
+    tensors = coded.layer.tensors()
+    steps = 1 << (grid.scale_bits - grid.signed_scales)
+    units = [tensors[name] for name in ("weight_scale", "weight_offset") if name in tensors]
+    return [unit.detach().float() / steps for unit in units]
 
 
 def blocks_of(coded: Coded) -> Tensor:

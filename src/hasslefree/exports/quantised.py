@@ -77,13 +77,13 @@ def kernels_in_vllm(base: Path) -> str:
     layers of a model that `write_compressed_tensors` has written.
     """
     config = read_json(base / "config.json")["quantization_config"]
-    lines: dict[str, str] = {}
+    lines: set[str] = set()
     for group in config["config_groups"].values():
-        weights = group["weights"]
-        bits, symmetric = weights["num_bits"], weights["symmetric"]
+        bits = group["weights"]["num_bits"]
+        symmetric = group["weights"]["symmetric"]
         kind = "symmetric" if symmetric else "whole zeros"
-        lines[f"{bits} bits, {kind}"] = vllm_kernels(bits, symmetric)
-    return "\n".join(f"    {form}: {kernels}" for form, kernels in sorted(lines.items()))
+        lines.add(f"    {bits} bits, {kind}: {vllm_kernels(bits, symmetric)}")
+    return "\n".join(sorted(lines))
 
 
 def write_mlx(model: PreTrainedModel, target: Target) -> dict[str, Path]:
