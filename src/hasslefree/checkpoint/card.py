@@ -98,9 +98,7 @@ def model_card(
     return rendered(
         "compressed.md",
         _front(report, licence, auto),
-        name=report.model.rstrip("/").rpartition("/")[2],
         record=report,
-        left_dense=report.recipe.get("leave_dense"),
         command=command_of(report, trust_remote_code=trust_remote_code),
         picture=FIGURE if has_picture else None,
         licence=licence,

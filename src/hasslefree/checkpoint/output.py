@@ -249,12 +249,11 @@ def write_whole(path: Path, content: str | bytes) -> None:
     with disk_errors(path, "if there was such a file, it is unchanged"):
         try:
             check_file(path, PAGE if data.startswith(PAGE) else data[: len(RESULTS)])
-            with tempfile.TemporaryDirectory(dir=file.parent, prefix=".") as folder:
-                part = Path(folder) / "part"
+            with replaced_files([file]) as folder:
+                part = folder / file.name
                 part.write_bytes(data)
                 if file.exists():
                     shutil.copymode(file, part)
-                fsync_and_rename(part, file)
         except (OSError, OutputError) as error:
             kept = Path(tempfile.mkdtemp()) / path.name
             kept.write_bytes(data)

@@ -67,8 +67,8 @@ class Unfinished:
         self,
         file: str,
         tensors: dict[str, Tensor],
-        entries: dict[str, Entry] | None = None,
-        layers: Iterable[LayerRecord] = (),
+        entries: dict[str, Entry],
+        layers: list[LayerRecord],
     ) -> None:
         """Write one more part, after the part before it; once it is on the disk, the journal lists
         it.
@@ -77,11 +77,10 @@ class Unfinished:
             for `FinishedPart`.
         """
         self.wait()
-        on_cpu = {
-            name: tensor.detach().cpu() for name, tensor in tensors.items()
-        }  # frees GPU memory for the next part
+        # Frees GPU memory for the next part.
+        on_cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
         sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
-        part = FinishedPart(file, "", sizes, entries or {}, list(layers))
+        part = FinishedPart(file, "", sizes, entries, layers)
         self.writes = run_in_background("write", partial(self._write_part, part, on_cpu))
         if not self.background_writes:
             self.wait()

@@ -257,7 +257,7 @@ def write_adapter(model: PreTrainedModel, target: Target) -> dict[str, Path]:
         )
     make_plain(model, SparseLowRankLinear.unpacked)
     target.save(model, target.base)
-    return write_peft(model, factors, target) | {"base": target.base}
+    return write_peft(model, factors, target)
 
 
 def factors_of(model: PreTrainedModel) -> Factors:
@@ -276,11 +276,11 @@ def write_peft(
     factors: Factors,
     target: Target,
 ) -> dict[str, Path]:
-    """Write the adapter alone, for a model whose layers are plain ones again; nothing without
-    factors.
+    """Write the adapter, unless there are no factors, beside the base of a model whose layers are
+    plain ones again.
     """
     if not factors:
-        return {}
+        return {"base": target.base}
     sites = find_sites(model)
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
@@ -293,7 +293,7 @@ def write_peft(
     config = adapter_config(ranks, str(target.final / "base"), transposed)
     write_json(target.folder / "adapter_config.json", config)
     save_file(tensors, target.folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    return {"peft": target.folder}
+    return {"peft": target.folder, "base": target.base}
 
 
 def adapter_config(

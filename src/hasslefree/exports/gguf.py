@@ -4,7 +4,7 @@ GGUF file of W.
 
 import re
 import shlex
-from collections import Counter
+import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -168,8 +168,7 @@ def write_model(
                     field.name, field.contents(), field.types[0], sub_type=field.types[-1]
                 )
         writer.add_quantization_version(2)
-        usual, _ = Counter(types.values()).most_common(1)[0]
-        file_type = f"MOSTLY_{usual}"
+        file_type = f"MOSTLY_{statistics.mode(types.values())}"
         if file_type not in LlamaFileType.__members__:
             file_type += "_M"  # a mixture around it
         writer.add_file_type(LlamaFileType[file_type])

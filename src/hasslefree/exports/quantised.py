@@ -69,7 +69,7 @@ def write_compressed_tensors(model: PreTrainedModel, target: Target) -> dict[str
     }
     factors = factors_of(model)
     write_base(model, packed, target, {"quantization_config": config})
-    return write_peft(model, factors, target) | {"base": target.base}
+    return write_peft(model, factors, target)
 
 
 def kernels_in_vllm(base: Path) -> str:

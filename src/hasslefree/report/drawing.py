@@ -108,9 +108,7 @@ def _vega_svg(definition: str) -> str:
         "import sys, vl_convert; sys.stdout.write(vl_convert.vegalite_to_svg(sys.stdin.read()))"
     )
     command = [sys.executable, "-X", "utf8", "-c", script]
-    done = subprocess.run(
-        command, input=definition, capture_output=True, encoding="utf-8", check=False
-    )
+    done = subprocess.run(command, input=definition, capture_output=True, encoding="utf-8")
     if done.returncode:  # V8 reserves more than 64 GB of addresses, and aborts if it gets none
         raise MemoryShortError(
             "the charts could not be drawn: lift the limit on address space (ulimit -v), and repeat"
