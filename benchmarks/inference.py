@@ -244,6 +244,8 @@ def generate(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     header = {"device": args.device, "clock": args.clock, "prompt": args.prompt}
     header |= {"bits": args.bits, "shared": args.shared} if args.bits else {}
+    instructions = torch.backends.cpu.get_cpu_capability()
+    header |= {"instructions": instructions} if args.device == "cpu" and instructions != "AVX512" else {}
     content = resumed(args.output, header, "models")
     with tempfile.TemporaryDirectory() as name:
         folders = args.model, args.folder

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from hasslefree.core.factors import BITS, CodedRows
 from hasslefree.core.protocols import Decomposition
-from hasslefree.errors import MemoryShortError
+from hasslefree.errors import MemoryShortError, ShapeError
 from hasslefree.packed.kernels import backends, ops
 from hasslefree.packed.kernels.whole import Int4Kernel, kernel_for
 from hasslefree.packed.layouts import Columns
@@ -224,6 +224,8 @@ class SparseLowRankLinear(nn.Module):
         if backends.choose(self.case(grad), self.backend) == "numba":
             return ops.product(x, self.values, self.index, self.spec.layout)
         if self.spec.grid is None and isinstance(self.spec.layout, Columns):
+            if x.shape[-1] != self.in_features:
+                raise ShapeError(f"the layer has {self.in_features} inputs, got {x.shape[-1]}")
             return F.linear(x.index_select(-1, self.index), self.values)
         return F.linear(x, self.unpacked())
 

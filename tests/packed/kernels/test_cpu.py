@@ -219,18 +219,58 @@ def test_registers_read_no_value_beyond_the_last(step, monkeypatch):
     monkeypatch.setattr(masks, "STEP", step)
     page = mmap.PAGESIZE
     memory = torch.frombuffer(mmap.mmap(-1, 2 * page), dtype=torch.float32)
-    s = inputs(3, 64, torch.float32) * (torch.arange(64) % 4 == 0)
-    values, mask = reference.pack_mask(s)
-    at_end = memory[: page // 4][-len(values) :]
-    at_end.copy_(values)
-    x = inputs(1, 64, torch.float32)
     protect = ctypes.CDLL(None).mprotect
     second = ctypes.c_void_p(memory.data_ptr() + page)
-    assert protect(second, ctypes.c_size_t(page), 0) == 0  # PROT_NONE
-    try:
-        reference.assert_close(arrays.LayerArrays(Bitmask(), 64, at_end, mask).product(x), x, s)
-    finally:
-        protect(second, ctypes.c_size_t(page), mmap.PROT_READ | mmap.PROT_WRITE)
+    x = inputs(1, 64, torch.float32)
+    for kept in (4, 1):  # one of so many entries; complete rows end with the last value
+        s = inputs(3, 64, torch.float32) * (torch.arange(64) % kept == 0) + 0.0
+        values, mask = reference.pack_mask(s)
+        at_end = memory[: page // 4][-len(values) :]
+        at_end.copy_(values)
+        assert protect(second, ctypes.c_size_t(page), 0) == 0  # PROT_NONE
+        try:
+            reference.assert_close(arrays.LayerArrays(Bitmask(), 64, at_end, mask).product(x), x, s)
+        finally:
+            protect(second, ctypes.c_size_t(page), mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+@steps
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inf_stays_in_its_row(step, dtype, monkeypatch):
+    """Registers hold values of other inputs and of the row that follows: these count nothing."""
+    monkeypatch.setattr(masks, "STEP", step)
+    s = inputs(3, 64, dtype)
+    s[0, 60:] = 0
+    s[1] = torch.inf
+    s[2, :8] = 0
+    s[2, 5] = torch.inf
+    x = inputs(1, 64, dtype).abs()
+    y = arrays.LayerArrays(Bitmask(), 64, *reference.pack_mask(s)).product(x)
+    reference.assert_close(y[:, :1], x, s[:1])
+    assert (y[:, 1:] == torch.inf).all()
+
+
+def test_a_mask_of_more_bits_than_values_reads_no_others():
+    """Oracle: the values that are there. The mask has changed since the rows were counted."""
+    s = inputs(2, 24, torch.float32) * (torch.arange(24) % 3 == 0) + 0.0  # no −0.0, which is stored
+    values, mask = reference.pack_mask(s)
+    layer = arrays.LayerArrays(Bitmask(), 24, values, mask)
+    mask.fill_(255)
+    y = layer.product(torch.ones(1, 24))
+    torch.testing.assert_close(y[0, 0], values.sum())
+    torch.testing.assert_close(y[0, 1], values[8:].sum())
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 64])
+def test_an_index_may_be_a_view(tokens):
+    """Oracle: its contiguous copy."""
+    s = reference.sparse(64, 16, 2, 4, torch.bfloat16, seed=1)
+    x = inputs(tokens, 64, torch.bfloat16)
+    values, positions = reference.pack_groups(s, 2, 4)
+    packed, mask = reference.pack_mask(s)
+    by_columns = [index.T.contiguous().T for index in (positions, mask)]
+    assert torch.equal(ops.linear_groups(x, values, by_columns[0], 2, 4), ops.linear_groups(x, values, positions, 2, 4))
+    assert torch.equal(ops.linear_mask(x, packed, by_columns[1]), ops.linear_mask(x, packed, mask))
 
 
 def test_shapes_and_dtypes_that_do_not_go_together_are_errors():
@@ -275,7 +315,6 @@ def test_one_node_of_a_compiled_graph(tokens):
 THREADS = """
 import json, sys, torch
 from hasslefree.packed.kernels import arrays, ops
-from hasslefree.packed.layouts import Bitmask, PackedGroups
 from tests.packed.kernels import reference
 torch.set_num_threads(int(sys.argv[1]))
 torch.set_num_threads = lambda count: None  # as vLLM does in its workers

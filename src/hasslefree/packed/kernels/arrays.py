@@ -28,7 +28,7 @@ class LayerArrays:
     """A layer as arrays, for y = x (S + u v)ᵀ + b with a few tokens.
 
     The arrays share memory with the tensors, so that changes in place take effect, except those of
-    an index that is not read as it is. They are made once, because for a few tokens the product is
+    an index that is not 2:4's. They are made once, because for a few tokens the product is
     so short that Python's overhead counts.
 
     Args:
@@ -108,14 +108,14 @@ def row_starts(masks: Tensor, count: int) -> Tensor:
     """Where the values of each row begin: int64 (out,).
 
     Raises:
-        PatternError: the masks do not mark `count` entries.
+        PatternError: they do not mark `count` entries.
     """
     counts = torch.empty(len(masks), dtype=torch.int64)
     numba_kernels().count_rows(masks.numpy(), counts.numpy())
     marked = int(counts.sum())
     if marked != count:
         raise PatternError(
-            f"the mask marks {marked} entries, but there are {count} values; load the model again"
+            f"the index marks {marked} entries, but there are {count} values; load the model again"
         )
     return counts.cumsum(0) - counts
 

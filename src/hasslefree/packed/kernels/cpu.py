@@ -1,10 +1,10 @@
 """The Numba kernel of a layer of 2:4 with a few tokens, and what all kernels share.
 
-Arrays in, arrays out. Values are float32, or the bits of bfloat16 as uint16; to unpack, the bits of
-any dtype. Sums are float32. A row of the result is computed by one thread in one order, so that the
-number of threads changes no bit of it. Rows run in parallel in Numba's threading layer; where that
-is `workqueue` (neither OpenMP nor TBB was found), two Python threads must not call at once. Caching
-works by file: after a change of this file, also remove the caches of `masks` and `tables`.
+Arrays in, arrays out. Values are float32, or the bits of bfloat16 as uint16. Sums are float32. A
+row of the result is computed by one thread in one order, so that the number of threads changes no
+bit of it. Rows run in parallel in Numba's threading layer; where that is `workqueue` (neither
+OpenMP nor TBB was found), two Python threads must not call at once. Numba caches kernels by their
+file: after a change of this file, `llvm` or `octets`, remove the caches of the whole folder.
 
 Where the processor has AVX-512 (`WIDE`), loops over whole registers do nearly all the work
 (`llvm`); a scalar loop does the rest, and everything where `wide` is false.

@@ -243,7 +243,7 @@ def fill(room: Room, operands: Int4, rows: slice) -> None:
             high -= ((1 << nibbles.shared) - 1) / 2
             steps = steps.add_(high.view(steps.shape), alpha=16)
         values = torch.addcmul(centre, steps, scale).flatten(0, 1)
-        room.values[:, start - rows.start : few.stop - rows.start] = values
+        room.values[start - rows.start : few.stop - rows.start] = values.T
 
 
 def tiles_of(out: int, width: int) -> Iterator[slice]:

@@ -1,15 +1,12 @@
-"""The instructions that Numba does not generate, as functions for the kernels in `cpu`.
+"""The instructions that Numba does not generate, as functions for the kernels.
 
 They are written in LLVM's IR: selecting from two registers, expanding by a mask, products of
-bfloat16, and prefetching, without which four tokens take up to 1.6 times as long. All but
-`popcount` need AVX-512. Other processors compile the loops that call them, but never enter these
-loops.
-
-Numba caches the kernels by the file `cpu.py`: after a change of this file, remove its __pycache__.
+bfloat16, and prefetching, without which four tokens take up to 1.6 times as long. What calls
+`native` needs AVX-512. Other processors compile the loops around it, but never enter them.
 """
 
 from llvmlite import ir
-from numba import types
+from numba import config, types
 from numba.core import cgutils
 from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic, models, register_model
@@ -25,7 +22,9 @@ GROUPS = 16
 CODES = 11
 TABLE_ROWS = GROUPS * CODES + 5
 
-FEATURES = set(get_host_cpu_features().split(","))
+# Of the processor that Numba compiles for.
+CHOSEN: str | None = config.CPU_FEATURES  # type: ignore[attr-defined]
+FEATURES = set((CHOSEN or get_host_cpu_features()).split(","))
 WIDE = {"+avx512f", "+avx512vbmi2", "+avx512bf16"} <= FEATURES
 
 FLOAT = ir.FloatType()

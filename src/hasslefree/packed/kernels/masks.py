@@ -1,9 +1,9 @@
 """Numba kernels for S of any pattern by the mask of a row: its product with a few tokens, and S
 unpacked into dense rows.
 
-Arrays and sums are as in `cpu`. Masks of N:M are made from its positions first. A position
-beyond its group counts as the group's last, and bits of a mask beyond the row are ignored, so that
-no index, however wrong, reaches outside a row.
+Arrays and sums are as in `cpu`; to unpack, values are the bits of any dtype. Masks of N:M are made
+from its positions first. A position beyond its group counts as the group's last, bits of a mask
+beyond the row or the values are ignored, so that no index, however wrong, reaches outside them.
 """
 
 import numpy as np
@@ -120,7 +120,7 @@ def expand_mask(
         row[at : min(at + u64(8), width)] = 0
         if width - at < u64(8):
             bits &= (u64(1) << (width - at)) - u64(1)
-        while bits:
+        while bits and k < u64(values.shape[0]):
             lowest = popcount((bits & -bits) - u64(1))  # the position of the lowest set bit
             row[at + lowest] = values[k]
             bits &= bits - u64(1)

@@ -11,6 +11,7 @@ from numba.extending import intrinsic
 
 from hasslefree.packed.kernels.cpu import AHEAD, row_function, u64
 from hasslefree.packed.kernels.llvm import (
+    BYTE,
     FEATURES,
     FLOAT,
     FLOATS,
@@ -49,15 +50,15 @@ def expanded_octet(
     values,
     places,
 ):
-    """The values, eight float32, in the places (8,) of their inputs; what other inputs get is any
-    number.
-    """
+    """The values, eight float32, in the places (8,) of their inputs, and 0 for other inputs."""
     floats = ir.VectorType(FLOAT, OCTET)
+    words = ir.VectorType(INT32, OCTET)
     if isinstance(values.type.element, ir.IntType):
-        words = ir.VectorType(INT32, OCTET)
         wide = builder.zext(values, words)
         values = builder.bitcast(builder.shl(wide, ir.Constant(words, [16] * OCTET)), floats)
-    return call(builder, "llvm.x86.avx2.permps", floats, [values, places])
+    chosen = call(builder, "llvm.x86.avx2.permps", floats, [values, places])
+    has_value = builder.ashr(places, ir.Constant(words, [31] * OCTET))
+    return builder.bitcast(builder.and_(builder.bitcast(chosen, words), has_value), floats)
 
 
 @intrinsic
@@ -103,7 +104,7 @@ def add_octets(
             octet = builder.load(source, align=values_kind.dtype.bitwidth // 8)
             factors.append(expanded_octet(builder, octet, places))
             at = [t, builder.add(column, column.type(OCTET * half))]
-            source = address(context, builder, x_kind, x, at, ir.IntType(8))
+            source = address(context, builder, x_kind, x, at, BYTE)
             # Only inputs whose sign is set are read; the others are 0.
             inputs.append(call(builder, "llvm.x86.avx.maskload.ps.256", floats, [source, places]))
         lanes = ir.Constant(ir.VectorType(INT32, STEP), list(range(STEP)))

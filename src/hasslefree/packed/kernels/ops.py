@@ -36,7 +36,7 @@ from hasslefree.packed.layouts import Bitmask, Layout, PackedGroups
 DIRECT_2_4 = {torch.float32: math.inf, torch.bfloat16: 33}
 DIRECT_2_4_AMX = {torch.float32: math.inf, torch.bfloat16: 13}
 # Other patterns, and 2:4 with AVX2; and without both.
-DIRECT = {torch.float32: 17, torch.bfloat16: 17}
+DIRECT = {torch.float32: 13, torch.bfloat16: 13}
 DIRECT_SCALAR = {torch.float32: 6, torch.bfloat16: 6}
 # Tokens that run through the packed rows of 2:4 together: their inputs stay in the second level of
 # the cache.
@@ -95,8 +95,8 @@ def groups_product(
     layout = PackedGroups(n, m)
     is_many = len(x) >= direct_tokens(layout).get(x.dtype, 0)
     if is_many and takes_tables(layout, x):
-        return _by_tables(x, values.contiguous(), positions)
-    return _by_layout(x, values, positions, layout)
+        return _by_tables(x, values.contiguous(), positions.contiguous())
+    return _by_layout(x, values, positions.contiguous(), layout)
 
 
 def mask_product(
@@ -115,7 +115,7 @@ def mask_product(
             f"the mask must have {row_bytes} bytes per row for inputs of width {x.shape[1]}, got"
             f" {mask.shape[1]}"
         )
-    return _by_layout(x, values, mask, Bitmask())
+    return _by_layout(x, values, mask.contiguous(), Bitmask())
 
 
 def takes_tables(layout: PackedGroups, x: Tensor) -> bool:
@@ -151,7 +151,9 @@ def _by_layout(
     index: Tensor,
     layout: PackedGroups | Bitmask,
 ) -> Tensor:
-    """x Sᵀ from the packed rows for few tokens, and from unpacked ones otherwise."""
+    """x Sᵀ from the packed rows for few tokens, and from unpacked ones otherwise. index:
+    contiguous.
+    """
     values = values.contiguous()
     if len(x) < direct_tokens(layout).get(x.dtype, 0):
         return _direct(x, values, index, layout)
@@ -178,8 +180,8 @@ def _direct(
     index: Tensor,
     layout: PackedGroups | Bitmask,
 ) -> Tensor:
-    """x Sᵀ from the packed rows. values: contiguous."""
-    layer = LayerArrays(layout, x.shape[1], values, index.contiguous())
+    """x Sᵀ from the packed rows. values, index: contiguous."""
+    layer = LayerArrays(layout, x.shape[1], values, index)
     if len(x) <= TOGETHER:
         return layer.product(x)
     return torch.cat([layer.product(part) for part in x.split(TOGETHER)])

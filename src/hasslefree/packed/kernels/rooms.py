@@ -23,20 +23,20 @@ _kept = threading.local()
 
 
 class PlainRoom:
-    """Rows of S, transposed: (in, rows)."""
+    """Rows of S as they are: (rows, in)."""
 
     def __init__(self, rows: int, inputs: int):
-        self.shape = (inputs, rows)
+        self.shape = (rows, inputs)
 
     @property
     def values(self) -> Tensor:
-        """(in, rows), shared by all plain rooms of a thread."""
-        inputs, rows = self.shape
+        """(rows, in), shared by all plain rooms of a thread."""
+        rows, inputs = self.shape
         return workspace(2 * rows * inputs).view(torch.bfloat16).view(self.shape)
 
     def product(self, x: Tensor) -> Tensor:
         """x (tokens, in) → (tokens, rows)."""
-        return x @ self.values
+        return F.linear(x, self.values)
 
 
 class BlockedRoom:

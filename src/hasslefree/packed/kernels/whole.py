@@ -6,6 +6,7 @@ another order, belongs to the kernel.
 
 import logging
 import threading
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from hasslefree.packed.kernels import arrays, backends
 from hasslefree.packed.kernels.arrays import FactorArrays, LayerArrays, is_traced, takes_few
-from hasslefree.packed.kernels.int4 import Int4
+from hasslefree.packed.kernels.int4 import Int4, add_factors
 from hasslefree.packed.layouts import Columns
 from hasslefree.packed.spec import LayerSpec
 
@@ -63,21 +64,39 @@ class NoKernel:
         pass
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What `NumbaKernel` makes of the tensors of a layer.
+
+    Args:
+        key: of the tensors.
+        tensors: what the key names; while they are held, no other tensor gets their addresses.
+        sparse: S; and L and the bias as well, unless the factors are codes.
+        factors: L and the bias, if the factors are codes that one thread multiplies.
+    """
+
+    key: tuple[tuple[int, int], ...]
+    tensors: tuple[Tensor, ...]
+    sparse: LayerArrays | None
+    factors: FactorArrays | None = None
+
+
+NOTHING = Prepared((), (), None)
+
+
 class NumbaKernel:
     """The backend `numba` with a few tokens: a call for the whole layer, or where the factors are
     codes, one for S and one for L.
     """
 
     def __init__(self) -> None:
-        self.sparse: LayerArrays | None = None
-        self.factors: FactorArrays | None = None
-        self.key: tuple[tuple[int, int], ...] = ()  # of the tensors of these arrays
+        self.prepared = NOTHING  # replaced as a whole, because threads may share a layer
 
     @property
     def bytes(self) -> int:
-        if self.sparse is None:
-            return 0
-        return self.sparse.bytes
+        """Without the scales and the bias of coded factors in float32."""
+        sparse = self.prepared.sparse
+        return 0 if sparse is None else sparse.bytes
 
     def product(self, layer: "SparseLowRankLinear", x: Tensor) -> Tensor | None:
         if not backends.HAS_NUMBA or layer.backend not in (None, "numba") or layer.wide_factors:
@@ -89,44 +108,56 @@ class NumbaKernel:
         if x.shape[-1] != layer.in_features or x.dtype != values.dtype:
             return None
         key = key_of(layer)
-        if key != self.key:
-            self._prepare(layer)
-            self.key = key
-        if self.sparse is None:
+        prepared = self.prepared
+        if prepared.key != key:
+            prepared = prepare(layer, key)
+            self.prepared = prepared
+        if prepared.sparse is None:
             return None
-        y = self.sparse.product(x)
-        if self.factors is not None:
-            self.factors.add(x.reshape(-1, layer.in_features).contiguous(), y)
-        return y
-
-    def _prepare(self, layer: "SparseLowRankLinear") -> None:
-        """Make the arrays, unless several threads are faster for L."""
-        self.release(layer)
-        values = layer.values
-        layout = layer.spec.layout
-        assert not isinstance(layout, Columns)
-        for tensor in (*layer._parameters.values(), *layer._buffers.values()):
-            if tensor is not None and not (tensor.is_cpu and tensor.is_contiguous()):
-                return
-        stored = (layout, layer.in_features, values, layer.index)
-        u = layer.low_rank_u
-        v = layer.low_rank_v
+        y = prepared.sparse.product(x)
         if layer.spec.factor_bits is None:
-            self.sparse = LayerArrays(*stored, u, v, layer.bias)
-            return
-        assert u is not None
-        assert v is not None
-        if values.dtype != torch.bfloat16 or u.numel() + v.numel() > MAX_FACTORS:
-            return
-        u_scale = layer.get_parameter("low_rank_u_scale")
-        v_scale = layer.get_parameter("low_rank_v_scale")
-        self.sparse = LayerArrays(*stored)
-        self.factors = FactorArrays(u, v, u_scale, v_scale, layer.bias)
+            return y
+        flat = y.view(-1, layer.out_features)
+        inputs = x.reshape(-1, layer.in_features).contiguous()
+        if prepared.factors is not None:
+            prepared.factors.add(inputs, flat)
+            return y
+        factors = layer.factors()
+        assert factors is not None
+        add_factors(flat, inputs, *factors)
+        bias = layer._parameters["bias"]
+        return y if bias is None else y.add_(bias)
 
     def release(self, layer: "SparseLowRankLinear") -> None:
-        self.sparse = None
-        self.factors = None
-        self.key = ()
+        self.prepared = NOTHING
+
+
+def prepare(layer: "SparseLowRankLinear", key: tuple[tuple[int, int], ...]) -> Prepared:
+    """Make the arrays of a layer whose tensors have this key; none if a tensor is not contiguous in
+    the memory of the CPU.
+    """
+    tensors = []
+    for tensor in (*layer._parameters.values(), *layer._buffers.values()):
+        if tensor is not None:
+            if not tensor.is_cpu or not tensor.is_contiguous():
+                return Prepared(key, (), None)
+            tensors.append(tensor.detach())
+    layout = layer.spec.layout
+    assert not isinstance(layout, Columns)
+    stored = (layout, layer.in_features, layer.values, layer.index)
+    u = layer.low_rank_u
+    v = layer.low_rank_v
+    if layer.spec.factor_bits is None:
+        return Prepared(key, tuple(tensors), LayerArrays(*stored, u, v, layer.bias))
+    assert u is not None
+    assert v is not None
+    factors = None
+    # Several threads of torch are faster for more.
+    if layer.values.dtype == torch.bfloat16 and u.numel() + v.numel() <= MAX_FACTORS:
+        u_scale = layer.get_parameter("low_rank_u_scale")
+        v_scale = layer.get_parameter("low_rank_v_scale")
+        factors = FactorArrays(u, v, u_scale, v_scale, layer.bias)
+    return Prepared(key, tuple(tensors), LayerArrays(*stored), factors)
 
 
 class Int4Kernel:
