@@ -79,6 +79,8 @@ WRITERS = {
         "SmolLM2-135M-Instruct": "SmolLM2-135M: `--pattern 2:4 --bits 6 --rank 96 --factor-bits 8`"
     },
     "generation_patterns": {"SmolLM2-135M-Instruct": "SmolLM2-135M: {label}"},
+    "generation_avx2": {"SmolLM2-135M-Instruct": "SmolLM2-135M: {label}"},
+    "generation_float32": {"SmolLM2-135M-Instruct": "SmolLM2-135M in float32: {label}"},
     "generation": {"smollm2": "SmolLM2-135M: `--pattern 2:4 --rank 16`"},
     "generation_one_thread": {
         "smollm2": "SmolLM2-135M: `--pattern 2:4 --rank 16`",
@@ -96,6 +98,8 @@ def generation(_content: Content) -> Iterable[Row]:
     for file, flags in WRITERS.items():
         found = load(file)
         cpu = f"{found['machine']['processor']}, {found['machine']['threads']}"
+        if "instructions" in found:
+            cpu += f", only {found['instructions']}"
         for model, (dense, *ways) in found["models"].items():
             folder, _, label = model.partition(", ")
             for way in ways:
