@@ -113,7 +113,7 @@ def test_text_is_escaped_and_styles_stay():
 def test_errors_and_cards_are_escaped_in_python():
     assert HOSTILE not in str(UnknownNameError("layer", HOSTILE, ["a"]))
     assert str(HasslefreeError(HOSTILE)) == escaped(HOSTILE)
-    assert escaped(HOSTILE) in export_card("dense", HOSTILE, True)
+    assert escaped(HOSTILE) in export_card("dense", HOSTILE, True, "AutoModel")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
