@@ -16,7 +16,7 @@ from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import ArgumentError, KernelError, PatternError, ShapeError, UnknownNameError
 from hasslefree.packed.kernels import whole
 from hasslefree.packed.layouts import pack_bits
-from hasslefree.packed.linear import layers_without_numba, unpacked_once
+from hasslefree.packed.linear import unpacked_once
 from tests import oracles
 
 PATTERNS = ["2:4", "2:8", "3:8", "2:3", "unstructured", "row", "structured"]
@@ -174,13 +174,6 @@ def test_a_layer_on_a_grid_computes_what_its_decomposition_says(pattern, dtype, 
     assert not hasattr(layer, "values")
     assert {n for n, _ in layer.named_parameters()} == {"weight_scale", "low_rank_u", "low_rank_v", "bias"}
     assert layer.stored_bytes == sum(t.nbytes for n, t in layer.state_dict().items() if n != "bias")
-
-
-def test_codes_have_no_kernel():
-    layer, _ = quantised_layer("2:4")
-    with pytest.raises(KernelError, match="quantised codes, which it cannot read; use int4, dense or unpacked"):
-        layer.use("numba")
-    assert not layers_without_numba(torch.nn.Sequential(layer))
 
 
 def coded_layer(pattern, dtype=torch.float32, with_bias=True, width=24):

@@ -15,7 +15,7 @@ from hasslefree.core.factors import BITS, CodedRows
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import MemoryShortError, ShapeError
 from hasslefree.packed.kernels import backends, ops
-from hasslefree.packed.kernels.whole import Int4Kernel, kernel_for
+from hasslefree.packed.kernels.whole import CodesKernel, kernel_for
 from hasslefree.packed.layouts import Columns
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.packed.storage import pack_sparse, unpack_codes
@@ -156,7 +156,7 @@ class SparseLowRankLinear(nn.Module):
         if "weight_packed" in tensors:
             codes = unpack_codes(tensors["weight_packed"], self.spec.grid.bits, self.in_features)
         else:
-            assert isinstance(self.kernel, Int4Kernel)
+            assert isinstance(self.kernel, CodesKernel)
             codes = self.kernel.codes_of_rows(selected)
         shape = (len(selected), self.in_features)
         spec = dataclasses.replace(self.spec, shape=shape, nonzeros=shape[0] * shape[1])
@@ -221,7 +221,8 @@ class SparseLowRankLinear(nn.Module):
         grad = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
         if self.unpacked_copy is not None and not grad:
             return F.linear(x, self.unpacked_copy)
-        if backends.choose(self.case(grad), self.backend) == "numba":
+        backend = backends.choose(self.case(grad), self.backend)
+        if backend == "numba" and self.spec.grid is None:
             return ops.product(x, self.values, self.index, self.spec.layout)
         if self.spec.grid is None and isinstance(self.spec.layout, Columns):
             if x.shape[-1] != self.in_features:

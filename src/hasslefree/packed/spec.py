@@ -208,23 +208,28 @@ class LayerSpec:
         packed = tensors["weight_zero_point"].T.contiguous()
         return unpack_codes(packed, self.grid.bits, out).T.short()
 
-    def scale_and_low(self, codes: Tensor, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def scale_and_low(
+        self,
+        codes: Tensor,
+        tensors: Mapping[str, Tensor],
+        rounded: bool,
+    ) -> tuple[Tensor, Tensor]:
         """The scale of each group and the value of its code 0: (out, groups) each, without
-        gradients, for operators that compute with bfloat16.
-
-        A whole zero stays zero there, as the scale is rounded first; groups of nothing but zeros
-        have the scale 0.
+        gradients.
 
         Args:
             codes: uint8 (out, in).
+            rounded: for operators that compute with bfloat16. A whole zero stays zero there, as the
+                scale is rounded first; groups of nothing but zeros have the scale 0.
         """
         assert self.grid is not None
         scale = self.scales(tensors).detach()
         if self.grid.offset:
             return scale, self.offsets(tensors).detach()
         zeros = self.zeros(tensors)
-        is_zero = codes.view(*zeros.shape, -1) == zeros.unsqueeze(-1)
-        scale = scale.masked_fill(is_zero.all(-1), 0).bfloat16().to(scale.dtype)
+        if rounded:
+            is_zero = codes.view(*zeros.shape, -1) == zeros.unsqueeze(-1)
+            scale = scale.masked_fill(is_zero.all(-1), 0).bfloat16().to(scale.dtype)
         return scale, -zeros * scale
 
     def bytes(self, dtype: torch.dtype) -> int:

@@ -100,7 +100,7 @@ def test_every_grid_within_the_bound_of_its_terms(monkeypatch, kind, bits, numba
     grid = Grid(bits, **kind)
     layer, matrix, _ = layer_of(grid, rank=0, bias=False)
     tensors = layer.tensors()
-    scale, low = (each.double() for each in layer.spec.scale_and_low(layer.spec.codes(tensors), tensors))
+    scale, low = (each.double() for each in layer.spec.scale_and_low(layer.spec.codes(tensors), tensors, True))
     scale, low = (each.repeat_interleave(192 // scale.shape[1], 1) for each in (scale, low))
     middle = low + 2 ** (bits - 1) * scale
     bound = middle.abs() + (8 * scale if bits > 4 else 0)
@@ -262,10 +262,10 @@ def case(**changes):
 @pytest.mark.parametrize(
     ("changes", "rule", "reason"),
     [
-        ({"dtype": torch.float32}, "dense", "fast with bfloat16 only"),
-        ({"grid": Grid(4, 24)}, "dense", "a multiple of 16 inputs, and these have 24; use dense or unpacked"),
+        ({"dtype": torch.float32}, "numba", "fast with bfloat16 only"),
+        ({"grid": Grid(4, 24)}, "numba", "a multiple of 16 inputs, and these have 24; use dense or unpacked"),
         ({"shape": (60, 128), "device": "cuda"}, "dense", "on cuda, torch's operators take a multiple of 8 outputs"),
-        ({"shape": (72, 128)}, "dense", "a multiple of 16 outputs, and the layer has 72"),
+        ({"shape": (72, 128)}, "numba", "a multiple of 16 outputs, and the layer has 72"),
         ({"grid": None}, "numba", "quantised codes, and S is stored as floats"),
         ({"grad": True}, "dense", "no gradients"),
         ({"device": "mps"}, "dense", "on a CPU and on CUDA"),
@@ -283,6 +283,7 @@ def test_a_processor_without_the_operators_is_named_once_and_the_result_the_same
     layer, matrix, b = layer_of()
     asked = []
     monkeypatch.setattr(int4, "without_cpu", lambda: asked.append(True) or "it needs AVX2")
+    monkeypatch.setattr("hasslefree.packed.kernels.backends.HAS_NUMBA", False)
     whole.log_slower.cache_clear()
     x = torch.randn(1, 192).bfloat16()
     with caplog.at_level(logging.WARNING):
@@ -292,7 +293,7 @@ def test_a_processor_without_the_operators_is_named_once_and_the_result_the_same
     assert len(asked) == 1, "after the first call, only the product with S unpacked asks for its backend"
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith(
-        "S is unpacked at every call, which is slow (it needs AVX2); the backend unpacked ("
+        "S is unpacked at every call, which is slow (Numba is not installed; pip install"
     )
     with pytest.raises(KernelError, match="needs AVX2"):
         use_backend(layer, "int4")

@@ -1,7 +1,8 @@
 """The rule by which the backend of a product x Sᵀ is chosen.
 
-`dense` and `unpacked` are torch's product with S, unpacked at every call or once; `ops` has `numba`
-and `int4` has `int4`. docs/howto/run.md shows the rule, which was measured on a CPU.
+`dense` and `unpacked` are torch's product with S, unpacked at every call or once; `int4` has
+`int4`; `numba` is in `ops`, and for codes in `byte_codes`. docs/howto/run.md shows the rule, which
+was measured on a CPU.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,6 @@ from hasslefree.packed.kernels import int4
 from hasslefree.packed.kernels.arrays import HAS_NUMBA as HAS_NUMBA
 from hasslefree.packed.layouts import Columns, Layout
 
-NO_CODES = "S is stored as quantised codes, which it cannot read; use int4, dense or unpacked"
 NO_GRADIENTS = "it computes no gradients; use dense, or torch.no_grad()"
 
 
@@ -43,7 +43,7 @@ class Case:
 def choose(case: Case, backend: str | None = None) -> str:
     """Choose the backend of a product.
 
-    By the rule a CPU uses `numba` or `int4` if possible, CUDA uses `int4` if possible, and
+    By the rule a CPU uses `int4` or else `numba` if possible, CUDA uses `int4` if possible, and
     everything else is `dense`. `unpacked`, which keeps a second copy of S, is never chosen.
 
     Args:
@@ -60,7 +60,7 @@ def choose(case: Case, backend: str | None = None) -> str:
         if obstacle is not None:
             raise KernelError(f"backend {backend!r} is not possible: {obstacle}")
         return backend
-    for name in ("numba", "int4"):
+    for name in ("int4", "numba"):
         if BACKENDS[name](case) is None:
             return name
     return "dense"
@@ -83,15 +83,13 @@ def _unpacked(case: Case) -> str | None:
 
 
 def _numba(case: Case) -> str | None:
-    if case.grid:
-        return NO_CODES
     if not HAS_NUMBA:
         return 'Numba is not installed; pip install "hasslefree[fast]"'
     if case.device != "cpu":
         return f"it runs on a CPU, and the layer is on {case.device}; use dense"
     if case.grad:
         return NO_GRADIENTS
-    if isinstance(case.layout, Columns):
+    if case.grid is None and isinstance(case.layout, Columns):
         return "there is no kernel for pattern structured, which keeps whole columns; use dense"
     if case.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it takes float32, bfloat16 and float16, not {case.dtype}; use dense"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hasslefree.packed.kernels import arrays, backends
 from hasslefree.packed.kernels.arrays import FactorArrays, LayerArrays, is_traced, takes_few
+from hasslefree.packed.kernels.byte_codes import ByteCodes
 from hasslefree.packed.kernels.int4 import Int4, add_factors
 from hasslefree.packed.layouts import Columns
 from hasslefree.packed.spec import LayerSpec
@@ -46,7 +47,7 @@ class Kernel(Protocol):
 def kernel_for(spec: LayerSpec) -> Kernel:
     """The kernel of a layer."""
     if spec.grid is not None:
-        return Int4Kernel()
+        return CodesKernel()
     if isinstance(spec.layout, Columns):
         return NoKernel()
     return NumbaKernel()
@@ -160,18 +161,19 @@ def prepare(layer: "SparseLowRankLinear", key: tuple[tuple[int, int], ...]) -> P
     return Prepared(key, tuple(tensors), LayerArrays(*stored), factors)
 
 
-class Int4Kernel:
-    """The backend `int4`: an S on a grid, whose pruned entries get the codes of their zeros.
+class CodesKernel:
+    """The backends `int4` and `numba` for an S on a grid, whose pruned entries get the codes of
+    their zeros.
 
     The kernel takes the buffer `weight_packed` of the layer, whose codes it holds in the order of
-    torch's operators, so that one copy of the codes is in memory. `release` returns them. While the
-    kernel holds codes, the buffer is None. Reading the tensors of the layer releases them, also
-    while they are prepared: therefore the lock may be taken twice by one thread, and `key` is set
-    last.
+    torch's operators or in a byte each, so that one copy of the codes is in memory. `release`
+    returns them. While the kernel holds codes, the buffer is None. Reading the tensors of the layer
+    releases them, also while they are prepared: therefore the lock may be taken twice by one
+    thread, and `key` is set last.
     """
 
     def __init__(self) -> None:
-        self.operands: Int4 | None = None
+        self.operands: Int4 | ByteCodes | None = None
         self.index: Tensor | None = None  # of these codes, even if the layer gets another
         # L and the bias for a few tokens on a CPU; None without both, or if `takes_few` is false.
         self.factors: FactorArrays | None = None
@@ -186,9 +188,9 @@ class Int4Kernel:
         return self.operands.bytes
 
     def product(self, layer: "SparseLowRankLinear", x: Tensor) -> Tensor | None:
-        if layer.backend not in (None, "int4") or layer.wide_factors:
+        if layer.backend not in (None, "int4", "numba") or layer.wide_factors:
             return None
-        if x.dtype != torch.bfloat16 or x.shape[-1] != layer.in_features:
+        if x.dtype != layer.weight.dtype or x.shape[-1] != layer.in_features:
             return None
         flat = x.reshape(-1, x.shape[-1])
         traced = is_traced(x)
@@ -196,7 +198,7 @@ class Int4Kernel:
             with self.preparing:
                 self._prepare(layer)
         operands = self.operands
-        if operands is None or operands.terms.device != x.device:
+        if operands is None or operands.codes.device != x.device:
             return None
         if self.takes_few and not traced and takes_few(x):
             y = operands.few_product(flat)
@@ -208,11 +210,11 @@ class Int4Kernel:
 
     def _flat_product(
         self,
-        operands: Int4,
+        operands: Int4 | ByteCodes,
         layer: "SparseLowRankLinear",
         x: Tensor,
     ) -> Tensor:
-        """x: (tokens, in) → (tokens, out), by torch's operators alone."""
+        """x: (tokens, in) → (tokens, out)."""
         u, v = layer.factors() or (None, None)
         y = operands.product(x, u, v)
         bias = layer._parameters["bias"]
@@ -226,21 +228,26 @@ class Int4Kernel:
             return
         self.release(layer)
         case = layer.case()
-        if backends.choose(case, layer.backend) == "int4":
-            self._take(layer)
+        backend = backends.choose(case, layer.backend)
+        if backend in ("int4", "numba"):
+            self._take(layer, backend)
         else:
-            obstacle = backends.BACKENDS["int4"](case)
+            obstacle = backends.BACKENDS["numba"](case)
             if obstacle and case.device == "cpu":
                 log_slower(obstacle)
         self.key = key_of(layer)
 
-    def _take(self, layer: "SparseLowRankLinear") -> None:
+    def _take(self, layer: "SparseLowRankLinear", backend: str) -> None:
         tensors = layer.tensors()
         spec = layer.spec
         assert spec.grid is not None
         codes = spec.codes(tensors)
-        scale, low = spec.scale_and_low(codes, tensors)
-        self.operands = Int4.of(codes, spec.grid.bits, scale, low)
+        is_int4 = backend == "int4"
+        scale, low = spec.scale_and_low(codes, tensors, rounded=is_int4)
+        if is_int4:
+            self.operands = Int4.of(codes, spec.grid.bits, scale, low)
+        else:
+            self.operands = ByteCodes(codes, scale.float(), low.float())
         self.index = layer.index
         layer._buffers["weight_packed"] = None
         if not scale.is_cpu:
@@ -256,7 +263,8 @@ class Int4Kernel:
         if u is None or v is None:
             self.takes_few = layer.bias is None
             return
-        self.takes_few = arrays.HAS_NUMBA and u.numel() + v.numel() <= MAX_FACTORS
+        is_few = u.numel() + v.numel() <= MAX_FACTORS
+        self.takes_few = arrays.HAS_NUMBA and is_few and layer.weight.dtype == torch.bfloat16
         if self.takes_few:
             u_scale = layer._parameters.get("low_rank_u_scale")
             v_scale = layer._parameters.get("low_rank_v_scale")
@@ -300,5 +308,5 @@ def log_slower(obstacle: str) -> None:
     logger.warning(
         "S is unpacked at every call, which is slow (%s); the backend unpacked (--backend unpacked)"
         " is faster, and takes the memory of the dense model",
-        obstacle.partition(";")[0],
+        obstacle,
     )

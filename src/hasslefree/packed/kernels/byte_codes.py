@@ -1,0 +1,85 @@
+"""x Sᵀ on a CPU for an S in codes of a byte each, where torch's int4 operators are not possible: in
+float32, for example.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hasslefree.packed.kernels.arrays import is_traced, numba_kernels
+from hasslefree.packed.kernels.int4 import add_factors
+
+# Tokens up to which reading codes for each token is faster than unpacking S once.
+MOST = 12
+# Rows of S in float32 that are unpacked together.
+TILE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class ByteCodes:
+    """S (out, in) = codes · scale + low.
+
+    Args:
+        codes: uint8 (out, in).
+        scale: (out, groups), float32.
+        low: the values of code 0, (out, groups), float32.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    low: Tensor
+
+    @property
+    def bytes(self) -> int:
+        """The memory of codes, scales and values of code 0."""
+        return self.codes.nbytes + self.scale.nbytes + self.low.nbytes
+
+    def all_codes(self) -> Tensor:
+        """The codes, uint8 (out, in)."""
+        return self.codes
+
+    def codes_of_rows(self, rows: Tensor) -> Tensor:
+        """The codes of some rows: indices (rows,) → uint8 (rows, in)."""
+        return self.codes[rows]
+
+    def few_product(self, x: Tensor) -> Tensor:
+        """x Sᵀ for a few tokens: (tokens, in) → (tokens, out), of x's dtype."""
+        numba_kernels()  # sets the number of threads
+        from hasslefree.packed.kernels.codes_numba import dot_codes
+
+        y = torch.empty(len(x), len(self.codes))
+        inputs = x.float().contiguous()
+        stored = (self.codes, self.scale, self.low)
+        dot_codes(*[tensor.numpy() for tensor in (*stored, inputs, y)])
+        return y.to(x.dtype)
+
+    def product(
+        self,
+        x: Tensor,
+        u: Tensor | None = None,
+        v: Tensor | None = None,
+    ) -> Tensor:
+        """x Sᵀ, or x Sᵀ + x vᵀ uᵀ: (tokens, in) → (tokens, out); all of x's dtype."""
+        if not is_traced(x) and len(x) <= MOST:
+            return add_factors(self.few_product(x), x, u, v)
+        out, width = self.codes.shape
+        height = max(1, TILE_BYTES // (4 * max(width, 1)))
+        parts = [
+            F.linear(x, self._values(first, height, x.dtype)) for first in range(0, out, height)
+        ]
+        return add_factors(torch.cat(parts, 1), x, u, v)
+
+    def _values(
+        self,
+        first: int,
+        height: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Some rows of S."""
+        rows = slice(first, first + height)
+        scale = self.scale[rows].unsqueeze(-1)
+        codes = self.codes[rows].view(*self.scale[rows].shape, -1)
+        values = torch.addcmul(self.low[rows].unsqueeze(-1), codes.float(), scale)
+        return values.flatten(1).to(dtype)
