@@ -116,6 +116,22 @@ def call(
     return builder.call(function, arguments)
 
 
+def with_products(
+    builder,
+    total,
+    left,
+    right,
+):
+    """total + left · right, of registers of float32 or bfloat16, given as numbers or as bits."""
+    if left.type.count == LANES:
+        left = builder.bitcast(left, FLOATS)
+        right = builder.bitcast(right, FLOATS)
+        return native(builder, "llvm.fma.v16f32", FLOATS, [left, right, total])
+    left = builder.bitcast(left, BFLOATS)
+    right = builder.bitcast(right, BFLOATS)
+    return native(builder, PRODUCTS_BF16, FLOATS, [total, left, right])
+
+
 @intrinsic
 def popcount(typing, bits):
     """Count the set bits of an unsigned integer."""
@@ -274,12 +290,7 @@ def add_products(
                 number = i * kind.tokens + j
                 total = builder.extract_value(sums, number)
                 chosen = native(builder, select, stored, [low, selected, high])
-                if is_float:
-                    total = native(builder, "llvm.fma.v16f32", FLOATS, [factors, chosen, total])
-                else:
-                    left = builder.bitcast(factors, BFLOATS)
-                    right = builder.bitcast(chosen, BFLOATS)
-                    total = native(builder, PRODUCTS_BF16, FLOATS, [total, left, right])
+                total = with_products(builder, total, factors, chosen)
                 sums = builder.insert_value(sums, total, number)
         return sums
 
@@ -461,21 +472,16 @@ def add_expanded(
     ):
         sums, values, at, mask, x, t, span = arguments
         kind, values_kind, _, _, x_kind, _, _ = signature.args
-        is_float = isinstance(values_kind.dtype, types.Float)
         registers = expand_span(context, builder, values_kind, values, at, mask)
-        numbers = FLOATS if is_float else BFLOATS
         for part, register in enumerate(registers):
-            factors = builder.bitcast(register, numbers)
             column = builder.mul(span, span.type(SPAN))
-            column = builder.add(column, span.type(part * numbers.count))
+            column = builder.add(column, span.type(part * register.type.count))
             for j in range(kind.tokens):
                 token = builder.add(t, t.type(j))
-                source = address(context, builder, x_kind, x, [token, column], numbers)
+                source = address(context, builder, x_kind, x, [token, column], register.type)
                 inputs = builder.load(source, align=1)
                 total = builder.extract_value(sums, j)
-                arguments = [factors, inputs, total] if is_float else [total, factors, inputs]
-                name = "llvm.fma.v16f32" if is_float else PRODUCTS_BF16
-                total = native(builder, name, FLOATS, arguments)
+                total = with_products(builder, total, register, inputs)
                 sums = builder.insert_value(sums, total, j)
         return sums
 
