@@ -28,8 +28,8 @@ class LayerArrays:
     """A layer as arrays, for y = x (S + u v)ᵀ + b with a few tokens.
 
     The arrays share memory with the tensors, so that changes in place take effect, except those of
-    an index that is not 2:4's. They are made once, because for a few tokens the product is
-    so short that Python's overhead counts.
+    an index that is not 2:4's. They are made once, because for a few tokens the product is so short
+    that Python's overhead counts.
 
     Args:
         layout: of S.
