@@ -267,7 +267,8 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("of the dense model", "{dense[megabytes]:.0f}"),
             ),
             generation,
-            note="One text at a time, in bfloat16; prompts of {prompt} tokens; torch {machine[torch]}, transformers "
+            note="One text at a time, in bfloat16 unless the row names float32; prompts of {prompt} tokens; "
+            "torch {machine[torch]}, transformers "
             "{machine[transformers]}. One thread: processor time; two threads: wall time.",
         ),
     ),
