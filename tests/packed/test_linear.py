@@ -218,6 +218,19 @@ def built(make, pattern):
 
 
 @pytest.mark.parametrize(("make", "pattern"), ANY_LAYER)
+@pytest.mark.parametrize("tokens", [2, 40])
+def test_a_layer_within_autocast(make, pattern, tokens):
+    """Oracle: the layer without autocast. Products may be in bfloat16, and no part may be lost."""
+    layer = built(make, pattern)
+    x = torch.randn(tokens, 24, dtype=layer.weight.dtype)
+    with torch.no_grad():
+        expected = layer(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+    torch.testing.assert_close(y.to(expected.dtype), expected, rtol=0.02, atol=0.1)
+
+
+@pytest.mark.parametrize(("make", "pattern"), ANY_LAYER)
 def test_state_dicts_casts_and_copies(make, pattern):
     """Oracle: each tensor by itself; indices and codes are not cast."""
     layer, x = built(make, pattern), torch.eye(24)

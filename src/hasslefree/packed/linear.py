@@ -15,6 +15,7 @@ from hasslefree.core.factors import BITS, CodedRows
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import MemoryShortError, ShapeError
 from hasslefree.packed.kernels import backends, ops
+from hasslefree.packed.kernels.factors import add_low_rank
 from hasslefree.packed.kernels.whole import CodesKernel, kernel_for
 from hasslefree.packed.layouts import Columns
 from hasslefree.packed.spec import LayerSpec
@@ -293,21 +294,6 @@ class SparseLowRankLinear(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.kernel = kernel_for(self.spec)
-
-
-def add_low_rank(
-    y: Tensor,
-    x: Tensor,
-    u: Tensor,
-    v: Tensor,
-) -> Tensor:
-    """y + x vᵀ uᵀ, y: (tokens, out), x: (..., in)."""
-    hidden = F.linear(x, v).reshape(-1, len(v))
-    # Autocast may make the dtypes differ. In place where it does not: for a long prompt, new memory
-    # costs more than the product.
-    if y.dtype == hidden.dtype == u.dtype:
-        return y.addmm_(hidden, u.T)
-    return y.addmm(hidden, u.T)
 
 
 @contextmanager

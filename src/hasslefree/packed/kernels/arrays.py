@@ -120,37 +120,6 @@ def row_starts(masks: Tensor, count: int) -> Tensor:
     return counts.cumsum(0) - counts
 
 
-class FactorArrays:
-    """L and a bias as arrays, contiguous, for a few tokens in bfloat16.
-
-    Args:
-        u: (out, r) in bfloat16, or int8 codes.
-        v: (r, in), likewise.
-        u_scale, v_scale: of these codes, (out,) and (r,); None without codes.
-        bias: (out,), or None.
-    """
-
-    def __init__(
-        self,
-        u: Tensor,
-        v: Tensor,
-        u_scale: Tensor | None,
-        v_scale: Tensor | None,
-        bias: Tensor | None,
-    ):
-        tensors = []
-        for matrix, scale in ((v, v_scale), (u, u_scale)):
-            tensors += [matrix, float_or_empty(scale)]
-        tensors.append(float_or_empty(bias))
-        self.arrays = tuple([as_numpy(tensor.contiguous()) for tensor in tensors])
-
-    def add(self, x: Tensor, y: Tensor) -> None:
-        """y += x vᵀ uᵀ + b, for x (tokens, in) and y (tokens, out), both contiguous."""
-        from hasslefree.packed.kernels.nibbles import add_low_rank
-
-        add_low_rank(x.data_ptr(), y.data_ptr(), len(x), *self.arrays)
-
-
 class HighArrays:
     """The high bits of codes that share nibbles, as arrays, for a few tokens in bfloat16.
 

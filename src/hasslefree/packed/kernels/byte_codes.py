@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hasslefree.packed.kernels.arrays import is_traced, numba_kernels
-from hasslefree.packed.kernels.int4 import add_factors
+from hasslefree.packed.kernels.factors import add_low_rank
 
 # Tokens up to which reading codes for each token is faster than unpacking S once.
 MOST = 12
@@ -63,13 +63,13 @@ class ByteCodes:
     ) -> Tensor:
         """x Sᵀ, or x Sᵀ + x vᵀ uᵀ: (tokens, in) → (tokens, out); all of x's dtype."""
         if not is_traced(x) and len(x) <= MOST:
-            return add_factors(self.few_product(x), x, u, v)
+            return add_low_rank(self.few_product(x), x, u, v)
         out, width = self.codes.shape
         height = max(1, TILE_BYTES // (4 * max(width, 1)))
         parts = [
             F.linear(x, self._values(first, height, x.dtype)) for first in range(0, out, height)
         ]
-        return add_factors(torch.cat(parts, 1), x, u, v)
+        return add_low_rank(torch.cat(parts, 1), x, u, v)
 
     def _values(
         self,

@@ -4,10 +4,11 @@ Arrays in, arrays out. Values are float32, or the bits of bfloat16 as uint16. Su
 row of the result is computed by one thread in one order, so that the number of threads changes no
 bit of it. Rows run in parallel in Numba's threading layer; where that is `workqueue` (neither
 OpenMP nor TBB was found), two Python threads must not call at once. Numba caches kernels by their
-file: after a change of this file, `llvm` or `octets`, remove the caches of the whole folder.
+file: after a change of this file, of `octets` or of one whose name begins with `llvm`, remove the
+caches of the whole folder.
 
 Where the processor has AVX-512 (`WIDE`), loops over whole registers do nearly all the work
-(`llvm`); a scalar loop does the rest, and everything where `wide` is false.
+(`llvm_pairs`); a scalar loop does the rest, and everything where `wide` is false.
 """
 
 import numpy as np
@@ -15,7 +16,8 @@ from numba import njit, prange, types
 from numba.extending import overload
 
 from hasslefree.packed.kernels.llvm import WIDE as WIDE
-from hasslefree.packed.kernels.llvm import add_products, prefetch, store_totals, zeros
+from hasslefree.packed.kernels.llvm import prefetch, store_totals, zeros
+from hasslefree.packed.kernels.llvm_pairs import add_products
 
 u8 = np.uint8
 u16 = np.uint16

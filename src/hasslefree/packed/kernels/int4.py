@@ -18,6 +18,7 @@ from hasslefree.core.grids import Grid
 from hasslefree.packed.kernels import arrays, tiles
 from hasslefree.packed.kernels.arrays import HighArrays, bits_of, is_traced, numba_kernels
 from hasslefree.packed.kernels.codes import ZERO, Nibbles
+from hasslefree.packed.kernels.factors import add_low_rank
 from hasslefree.packed.kernels.interleaved import (
     BLOCKS,
     interleaved,
@@ -150,7 +151,7 @@ class Int4:
         """
         nibbles = self.nibbles
         if x.device.type == "cuda":
-            return add_factors(self._product_on_cuda(x), x, u, v)
+            return add_low_rank(self._product_on_cuda(x), x, u, v)
         multiply = linear_int4 if is_traced(x) else int4_product
         return multiply(x, self.codes, self.shared, self.terms, nibbles.bits, nibbles.group, u, v)
 
@@ -168,18 +169,6 @@ class Int4:
         return torch.cat(parts, 1)
 
 
-def add_factors(
-    y: Tensor,
-    x: Tensor,
-    u: Tensor | None,
-    v: Tensor | None,
-) -> Tensor:
-    """y + x vᵀ uᵀ, in place; y if there are no factors."""
-    if u is None or v is None:
-        return y
-    return y.addmm_(F.linear(x, v), u.T)
-
-
 def int4_product(
     x: Tensor,
     codes: Tensor,
@@ -195,7 +184,7 @@ def int4_product(
     operands = Int4(codes, terms, nibbles, shared)
     blocked = arrays.HAS_NUMBA and rows_of_block() == BLOCK
     if nibbles.count * len(x) <= (MOST_BY_NUMBA if blocked else MOST_BY_TORCH):
-        return add_factors(operands.few_product(x), x, u, v)
+        return add_low_rank(operands.few_product(x), x, u, v)
     width = x.shape[1]
     parts = []
     for rows in tiles_of(len(codes), width):
@@ -203,7 +192,7 @@ def int4_product(
         fill(room, operands, rows)
         parts.append(room.product(x))
     y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    return add_factors(y, x, u, v)
+    return add_low_rank(y, x, u, v)
 
 
 linear_int4 = as_operator("hasslefree::linear_int4", int4_product)

@@ -24,16 +24,8 @@ from hasslefree.packed.kernels.cpu import (
     widen,
 )
 from hasslefree.packed.kernels.cpu import layer_2_4 as layer_2_4
-from hasslefree.packed.kernels.llvm import (
-    SPAN,
-    add_expanded,
-    expand,
-    load_word,
-    popcount,
-    prefetch,
-    store_totals,
-    zeros,
-)
+from hasslefree.packed.kernels.llvm import popcount, prefetch, store_totals, zeros
+from hasslefree.packed.kernels.llvm_masks import SPAN, add_expanded, expand, load_word
 
 # A position is read from four bytes at once, wherever in the row it starts.
 WINDOW = 4

@@ -17,14 +17,8 @@ from hasslefree.packed.kernels.cpu import (
     u64,
     widen,
 )
-from hasslefree.packed.kernels.llvm import (
-    LANES,
-    add_entries,
-    add_scaled,
-    store_rows,
-    unpack_pairs,
-    zeros,
-)
+from hasslefree.packed.kernels.llvm import LANES, zeros
+from hasslefree.packed.kernels.llvm_nibbles import add_entries, add_scaled, store_rows, unpack_pairs
 
 # Rows of a block, in the order of torch's operators and of oneDNN.
 BLOCK = 4 * LANES

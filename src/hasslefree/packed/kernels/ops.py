@@ -193,22 +193,22 @@ def _by_tables(
     positions: Tensor,
 ) -> Tensor:
     """x Sᵀ of 2:4 in bfloat16, 64 tokens at a time; a short remainder goes directly."""
-    from hasslefree.packed.kernels import llvm, tables
+    from hasslefree.packed.kernels import llvm_pairs, tables
 
     numba_kernels()  # sets the number of threads
     out = len(values)
     tokens = len(x)
     threads = torch.get_num_threads()
     y = x.new_empty(tokens, out)
-    remainder = tokens % llvm.TOKENS
+    remainder = tokens % llvm_pairs.TOKENS
     if 0 < remainder < DIRECT_2_4[x.dtype]:
         tokens -= remainder
         y[tokens:] = _direct(x[tokens:], values, positions, PackedGroups(2, 4))
-    missing = -tokens % llvm.TOKENS
+    missing = -tokens % llvm_pairs.TOKENS
     inputs = F.pad(x[:tokens], (0, 0, 0, missing)) if missing else x[:tokens].contiguous()
-    rows_per_thread = -(-out * len(inputs) // (threads * llvm.TOKENS))
-    height = min(out, MAX_TABLE_ROWS, max(llvm.TOKENS, rows_per_thread))
-    shape = (threads, llvm.TABLE_ROWS + height, llvm.TOKENS)
+    rows_per_thread = -(-out * len(inputs) // (threads * llvm_pairs.TOKENS))
+    height = min(out, MAX_TABLE_ROWS, max(llvm_pairs.TOKENS, rows_per_thread))
+    shape = (threads, llvm_pairs.TABLE_ROWS + height, llvm_pairs.TOKENS)
     memory = workspace(4 * math.prod(shape)).view(torch.float32).view(shape).numpy()
     outputs = bits_of(y[:tokens])
     tables.dot_tables_2_4(bits_of(values), positions.numpy(), bits_of(inputs), outputs, memory)

@@ -17,15 +17,8 @@ from hasslefree.packed.kernels.cpu import (
     u32,
     u64,
 )
-from hasslefree.packed.kernels.llvm import (
-    CODES,
-    GROUPS,
-    LANES,
-    TABLE_ROWS,
-    TOKENS,
-    add_tabulated,
-    prefetch,
-)
+from hasslefree.packed.kernels.llvm import LANES, prefetch
+from hasslefree.packed.kernels.llvm_pairs import CODES, GROUPS, TABLE_ROWS, TOKENS, add_tabulated
 
 # Rows of S by which prefetching is ahead of those that are multiplied with a table.
 ROWS_AHEAD = 32

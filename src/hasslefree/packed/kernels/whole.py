@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from hasslefree.packed.kernels import arrays, backends
-from hasslefree.packed.kernels.arrays import FactorArrays, LayerArrays, is_traced, takes_few
+from hasslefree.packed.kernels.arrays import LayerArrays, is_traced, takes_few
 from hasslefree.packed.kernels.byte_codes import ByteCodes
-from hasslefree.packed.kernels.int4 import Int4, add_factors
+from hasslefree.packed.kernels.factors import FactorArrays, add_low_rank
+from hasslefree.packed.kernels.int4 import Int4
 from hasslefree.packed.layouts import Columns
 from hasslefree.packed.spec import LayerSpec
 
@@ -125,7 +126,7 @@ class NumbaKernel:
             return y
         factors = layer.factors()
         assert factors is not None
-        add_factors(flat, inputs, *factors)
+        y = add_low_rank(flat, inputs, *factors).view(y.shape)
         bias = layer._parameters["bias"]
         return y if bias is None else y.add_(bias)
 

@@ -1,0 +1,56 @@
+"""L of a layer on a CPU: added to y = x Sᵀ by torch, or with a few tokens by Numba."""
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from hasslefree.packed.kernels.arrays import as_numpy, float_or_empty
+
+
+def add_low_rank(
+    y: Tensor,
+    x: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+) -> Tensor:
+    """y + x vᵀ uᵀ, for y (tokens, out) and x (..., in); y if there are no factors.
+
+    In place, unless autocast has made the dtypes differ: for a long prompt, new memory costs more
+    than the product.
+    """
+    if u is None or v is None:
+        return y
+    hidden = F.linear(x, v).reshape(-1, len(v))
+    if y.dtype == hidden.dtype == u.dtype:
+        return y.addmm_(hidden, u.T)
+    return y.addmm(hidden, u.T)
+
+
+class FactorArrays:
+    """L and a bias as arrays, contiguous, for a few tokens in bfloat16.
+
+    Args:
+        u: (out, r) in bfloat16, or int8 codes.
+        v: (r, in), likewise.
+        u_scale, v_scale: of these codes, (out,) and (r,); None without codes.
+        bias: (out,), or None.
+    """
+
+    def __init__(
+        self,
+        u: Tensor,
+        v: Tensor,
+        u_scale: Tensor | None,
+        v_scale: Tensor | None,
+        bias: Tensor | None,
+    ):
+        tensors = []
+        for matrix, scale in ((v, v_scale), (u, u_scale)):
+            tensors += [matrix, float_or_empty(scale)]
+        tensors.append(float_or_empty(bias))
+        self.arrays = tuple([as_numpy(tensor.contiguous()) for tensor in tensors])
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """y += x vᵀ uᵀ + b, for x (tokens, in) and y (tokens, out), both contiguous."""
+        from hasslefree.packed.kernels.nibbles import add_low_rank
+
+        add_low_rank(x.data_ptr(), y.data_ptr(), len(x), *self.arrays)

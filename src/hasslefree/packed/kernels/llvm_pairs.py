@@ -1,0 +1,179 @@
+"""The instructions of AVX-512 for an S in 2:4: inputs are selected from registers or a table."""
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from hasslefree.packed.kernels.llvm import (
+    BFLOATS,
+    FLOATS,
+    INT16,
+    INT32,
+    INT64,
+    LANES,
+    PRODUCTS_BF16,
+    address,
+    native,
+    with_products,
+)
+
+# A table holds TOKENS tokens and GROUPS groups. A group has a row for each of its codes, from 4,
+# which is the pair (0, 1), to 14, (2, 3). A group therefore begins every CODES rows; the last rows
+# are for invalid codes.
+TOKENS = 64
+GROUPS = 16
+CODES = 11
+TABLE_ROWS = GROUPS * CODES + 5
+
+
+def inputs_of_codes(
+    builder,
+    codes,
+    lanes,
+):
+    """The inputs, 0 … 2·lanes − 1, that the codes of `lanes` values name.
+
+    codes: an integer of 2·lanes bits. Returns a register of `lanes` numbers of 512/lanes bits.
+    """
+    number = ir.IntType(512 // lanes)
+    numbers = ir.VectorType(number, lanes)
+    together = 256 // lanes  # codes that a number holds
+
+    def constant(values):
+        return ir.Constant(numbers, values)
+
+    words = builder.bitcast(codes, ir.VectorType(number, lanes // together))
+    word_of_lane = [lane // together for lane in range(lanes)]
+    shift_of_lane = [lane % together * 2 for lane in range(lanes)]
+    group_of_lane = [4 * (lane // 2) for lane in range(lanes)]
+    undefined = ir.Constant(words.type, ir.Undefined)
+    lanes_of_words = ir.Constant(ir.VectorType(INT32, lanes), word_of_lane)
+    spread = builder.shuffle_vector(words, undefined, lanes_of_words)
+    shifted = builder.lshr(spread, constant(shift_of_lane))
+    in_group = builder.and_(shifted, constant([3] * lanes))
+    return builder.or_(in_group, constant(group_of_lane))
+
+
+@intrinsic
+def add_products(
+    typing,
+    sums,
+    values,
+    codes,
+    o,
+    x,
+    t,
+    span,
+):
+    """sums += one span, two registers of inputs, of the rows of 2:4 from o on with the tokens from
+    t on.
+    """
+
+    def generate(
+        context,
+        builder,
+        signature,
+        arguments,
+    ):
+        sums, values, codes, o, x, t, span = arguments
+        kind, values_kind, codes_kind, _, x_kind, _, _ = signature.args
+        is_float = isinstance(values_kind.dtype, types.Float)
+        if is_float:
+            lanes = LANES
+            stored = FLOATS
+            select = "llvm.x86.avx512.vpermi2var.ps.512"
+        else:
+            lanes = 2 * LANES
+            stored = ir.VectorType(INT16, lanes)
+            select = "llvm.x86.avx512.vpermi2var.hi.512"
+
+        def load(
+            array_kind,
+            array,
+            row,
+            column,
+            to,
+        ):
+            source = address(context, builder, array_kind, array, [row, column], to)
+            return builder.load(source, align=1)
+
+        def scaled(factor, shift=0):
+            return builder.add(builder.mul(span, span.type(factor)), span.type(shift))
+
+        inputs = []
+        for j in range(kind.tokens):
+            token = builder.add(t, t.type(j))
+            low = load(x_kind, x, token, scaled(2 * lanes), stored)
+            high = load(x_kind, x, token, scaled(2 * lanes, lanes), stored)
+            inputs.append((low, high))
+        for i in range(kind.rows):
+            row = builder.add(o, o.type(i))
+            word = load(codes_kind, codes, row, scaled(lanes // 4), ir.IntType(2 * lanes))
+            selected = inputs_of_codes(builder, word, lanes)
+            factors = load(values_kind, values, row, scaled(lanes), stored)
+            for j, (low, high) in enumerate(inputs):
+                number = i * kind.tokens + j
+                total = builder.extract_value(sums, number)
+                chosen = native(builder, select, stored, [low, selected, high])
+                total = with_products(builder, total, factors, chosen)
+                sums = builder.insert_value(sums, total, number)
+        return sums
+
+    index = types.uint64
+    return sums(sums, values, codes, index, x, index, index), generate
+
+
+@intrinsic
+def add_tabulated(
+    typing,
+    values,
+    codes,
+    table,
+    sums,
+):
+    """sums (TOKENS,) += GROUPS groups of a row of S with a table.
+
+    values: uint16, and codes: uint8, both from the first of these groups on.
+    """
+
+    def generate(
+        context,
+        builder,
+        signature,
+        arguments,
+    ):
+        values_kind, codes_kind, table_kind, sums_kind = signature.args
+        values, codes, table, sums = arguments
+
+        def pointer(
+            kind,
+            array,
+            at,
+            to,
+        ):
+            return address(context, builder, kind, array, [INT64(at)], to)
+
+        registers = range(0, TOKENS, LANES)
+        targets = [pointer(sums_kind, sums, first, FLOATS) for first in registers]
+        totals = [builder.load(target, align=64) for target in targets]
+        word = builder.load(pointer(codes_kind, codes, 0, INT64), align=1)
+        rows = ir.ArrayType(BFLOATS, TOKENS // LANES)  # a known length spares multiplications
+        first_row = pointer(table_kind, table, 0, rows)
+        undefined = ir.Constant(ir.VectorType(INT32, LANES), ir.Undefined)
+        for g in range(GROUPS):
+            code = builder.and_(builder.lshr(word, word.type(4 * g)), word.type(15))
+            row = builder.gep(first_row, [builder.add(code, word.type(g * CODES))])
+            pair = builder.load(pointer(values_kind, values, 2 * g, INT32), align=2)
+            first_lane = builder.insert_element(undefined, pair, INT32(0))
+            all_lanes = ir.Constant(undefined.type, [0] * LANES)
+            copies = builder.shuffle_vector(first_lane, first_lane, all_lanes)
+            factors = builder.bitcast(copies, BFLOATS)
+            for i, total in enumerate(totals):
+                source = builder.gep(row, [INT32(0), INT32(i)])
+                inputs = builder.load(source, align=64)
+                totals[i] = native(builder, PRODUCTS_BF16, FLOATS, [total, factors, inputs])
+        for target, total in zip(targets, totals, strict=True):
+            builder.store(total, target, align=64)
+        return context.get_dummy_value()
+
+    return types.none(values, codes, table, sums), generate
