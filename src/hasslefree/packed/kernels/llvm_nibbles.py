@@ -16,6 +16,50 @@ from hasslefree.packed.kernels.llvm import (
 
 # The float32 of a register that the numbers of another name.
 SELECT_FLOATS = "llvm.x86.avx512.permvar.sf.512"
+WORDS = ir.VectorType(INT32, LANES)
+
+
+def everywhere(value):
+    """A register with a constant in every lane."""
+    return ir.Constant(WORDS, [value] * LANES)
+
+
+def copies(builder, number):
+    """A register with a number in every lane."""
+    first = builder.trunc(number, INT32)
+    lane = builder.insert_element(ir.Constant(WORDS, ir.Undefined), first, INT32(0))
+    return builder.shuffle_vector(lane, lane, everywhere(0))
+
+
+def nibbles_from(
+    context,
+    builder,
+    kind,
+    array,
+    first,
+    offset,
+    shift,
+):
+    """A nibble of each of 16 bytes, from byte first + offset of the array on, as a register. shift:
+    0 for the lower nibble, 4 for the upper one.
+    """
+    place = builder.add(first, first.type(offset))
+    source = address(context, builder, kind, array, [place], ir.VectorType(BYTE, LANES))
+    wide = builder.zext(builder.load(source, align=1), WORDS)
+    return builder.and_(builder.lshr(wide, everywhere(shift)), everywhere(15))
+
+
+def value_bits(
+    builder,
+    code,
+    scale,
+    centre,
+):
+    """code · scale + centre, in float32, as bits whose upper half is the value in bfloat16."""
+    steps = builder.sitofp(code, FLOATS)
+    product = builder.fmul(steps, scale, flags=("contract",))
+    value = builder.fadd(product, centre, flags=("contract",))
+    return builder.add(builder.bitcast(value, WORDS), everywhere(0x8000))
 
 
 @intrinsic
@@ -47,68 +91,41 @@ def unpack_pairs(
     ):
         codes, low, above, high, mask, terms, pairs, at = arguments
         codes_kind, _, above_kind, _, _, terms_kind, pairs_kind, _ = signature.args
-        words = ir.VectorType(INT32, LANES)
         has_high = not isinstance(above_kind, types.NoneType)
 
-        def constant(value):
-            return ir.Constant(words, [value] * LANES)
-
-        def copies(number):
-            first = builder.trunc(number, INT32)
-            lane = builder.insert_element(ir.Constant(words, ir.Undefined), first, INT32(0))
-            return builder.shuffle_vector(lane, lane, constant(0))
-
-        def nibbles(
-            kind,
-            array,
-            first,
-            offset,
-            shift,
-        ):
-            place = builder.add(first, first.type(offset))
-            octets = ir.VectorType(BYTE, LANES)
-            source = address(context, builder, kind, array, [place], octets)
-            wide = builder.zext(builder.load(source, align=1), words)
-            return builder.and_(builder.lshr(wide, constant(shift)), constant(15))
-
-        def high_bits(
+        def code_of(
             second,
             offset,
             shift,
         ):
-            place = builder.extract_value(high, 2 * second)
-            found = nibbles(above_kind, above, place, offset, shift)
-            skipped = copies(builder.extract_value(high, 2 * second + 1))
-            return builder.and_(builder.lshr(found, skipped), copies(mask))
+            from_codes = (context, builder, codes_kind, codes)
+            code = nibbles_from(*from_codes, low, 2 * LANES * second + offset, shift)
+            if not has_high:
+                return code
+            first = builder.extract_value(high, 2 * second)
+            found = nibbles_from(context, builder, above_kind, above, first, offset, shift)
+            skipped = copies(builder, builder.extract_value(high, 2 * second + 1))
+            bits = builder.and_(builder.lshr(found, skipped), copies(builder, mask))
+            return builder.or_(code, builder.shl(bits, everywhere(4)))
 
-        def numbers(kind, row):
+        def term(kind, row):
             place = [INT64(kind), INT64(row)]
             source = address(context, builder, terms_kind, terms, place, FLOATS)
             return builder.load(source, align=4)
 
-        def rounded(
-            second,
-            offset,
-            shift,
-            row,
-        ):
-            code = nibbles(codes_kind, codes, low, 2 * LANES * second + offset, shift)
-            if has_high:
-                bits = high_bits(second, offset, shift)
-                code = builder.or_(code, builder.shl(bits, constant(4)))
-            steps = builder.sitofp(code, FLOATS)
-            product = builder.fmul(steps, numbers(0, row), flags=("contract",))
-            value = builder.fadd(product, numbers(1, row), flags=("contract",))
-            return builder.add(builder.bitcast(value, words), constant(0x8000))
-
         for row in range(0, 4 * LANES, LANES):
             shift = row // (2 * LANES) * 4
             offset = row % (2 * LANES)
-            first = builder.lshr(rounded(0, offset, shift, row), constant(16))
-            second = rounded(1, offset, shift, row)
-            pair = builder.or_(first, builder.and_(second, constant(0xFFFF0000)))
+            scale = term(0, row)
+            centre = term(1, row)
+            first, second = [
+                value_bits(builder, code_of(number, offset, shift), scale, centre)
+                for number in range(2)
+            ]
+            lower = builder.lshr(first, everywhere(16))
+            pair = builder.or_(lower, builder.and_(second, everywhere(0xFFFF0000)))
             place = builder.add(at, at.type(row))
-            target = address(context, builder, pairs_kind, pairs, [place], words)
+            target = address(context, builder, pairs_kind, pairs, [place], WORDS)
             builder.store(pair, target, align=4)
         return context.get_dummy_value()
 
@@ -141,15 +158,14 @@ def add_entries(
     ):
         sums, tables, at, codes, first = arguments
         _, tables_kind, _, codes_kind, _ = signature.args
-        words = ir.VectorType(INT32, LANES)
         place = [at, at.type(0)]
         table = builder.load(address(context, builder, tables_kind, tables, place, FLOATS), align=4)
         for half in range(2):
             start = builder.add(first, first.type(LANES * half))
             octets = ir.VectorType(BYTE, LANES)
             source = address(context, builder, codes_kind, codes, [start], octets)
-            low = builder.zext(builder.load(source, align=1), words)
-            high = builder.lshr(low, ir.Constant(words, [4] * LANES))
+            low = builder.zext(builder.load(source, align=1), WORDS)
+            high = builder.lshr(low, everywhere(4))
             for register, index in ((half, low), (half + 2, high)):
                 # Only the four lowest bits of an index count.
                 entries = native(builder, SELECT_FLOATS, FLOATS, [table, index])
@@ -180,12 +196,11 @@ def add_scaled(
         arguments,
     ):
         sums, parts, terms, group, row = arguments
-        words = ir.VectorType(INT32, LANES)
         for i in range(signature.args[0].rows):
             place = [group, builder.add(row, row.type(LANES * i))]
-            source = address(context, builder, signature.args[2], terms, place, words)
+            source = address(context, builder, signature.args[2], terms, place, WORDS)
             pairs = builder.load(source, align=4)
-            bits = builder.shl(pairs, ir.Constant(words, [16] * LANES))
+            bits = builder.shl(pairs, everywhere(16))
             scale = builder.bitcast(bits, FLOATS)
             part = builder.extract_value(parts, i)
             total = builder.extract_value(sums, i)
