@@ -46,6 +46,26 @@ def divergence_of_embedding(model, tokens, change):
     return float((gradient * change[tokens]).sum(-1).double().square().mean()) / 2
 
 
+def watched(model, tokens, folder):
+    """A probe that has watched both ends of the model on all tokens."""
+    blocks = find_blocks(model)
+    plan = plan_of(model, select(blocks, RECIPE), RECIPE)
+    walk = Walk.open(model, blocks, Weights(model, model.device), tokens[:1], "device", folder)
+    probe = EndProbe(walk, plan.ends, World(), 16)
+    sensitivities(walk, plan, tokens, World(), lambda layer, plan: (None, 0.0), ends=probe)
+    return probe, plan
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_head_is_measured_where_products_are_not_in_its_dtype(dtype, tmp_path, monkeypatch):
+    """As on a CPU without instructions for bfloat16. Oracle: the divergence from whole passes in float64."""
+    monkeypatch.setattr("hasslefree.models.precision.multiplies_bfloat16", lambda device: False)
+    model, tokens = build("llama", dtype), segments(2, 16)
+    probe, _ = watched(model, tokens, tmp_path)
+    expected = divergence_of(model.float(), tokens, probe.rounded["lm_head"])
+    assert probe.divergence_of_head / 32 == pytest.approx(expected, rel=0.01)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_each_grid_loses(tied, tmp_path, monkeypatch):
     """Oracle: both divergences from whole passes in float64, per unit of the errors' norms, times the error of each
@@ -53,11 +73,7 @@ def test_what_each_grid_loses(tied, tmp_path, monkeypatch):
     monkeypatch.setattr("hasslefree.models.calibrate.PROBED", 40)  # two segments of 16
     monkeypatch.setattr("hasslefree.allocate.sensitivity.sample_labels", lambda logits, _: LABELS)
     model, tokens = build("llama", tie_word_embeddings=tied), segments(4, 16)
-    blocks = find_blocks(model)
-    plan = plan_of(model, select(blocks, RECIPE), RECIPE)
-    walk = Walk.open(model, blocks, Weights(model, model.device), tokens[:1], "device", tmp_path)
-    probe = EndProbe(walk, plan.ends, World(), 16)
-    sensitivities(walk, plan, tokens, World(), lambda layer, plan: (None, 0.0), ends=probe)
+    probe, plan = watched(model, tokens, tmp_path)
     choices = probe.choices(RECIPE)
     weights = {name: model.get_parameter(f"{name}.weight").detach() for name in choices}
     assert list(choices) == ["model.embed_tokens"] if tied else ["model.embed_tokens", "lm_head"]

@@ -107,7 +107,9 @@ class EndProbe:
         if head is None or head.head is None:
             return
         walk = self.walk
-        values = {f"{head.name}.weight": self.rounded[head.name]}
+        weight = f"{head.name}.weight"
+        # `computing` may have widened the parameter.
+        values = {weight: self.rounded[head.name].to(walk.model.get_parameter(weight).dtype)}
 
         def take(x: Tensor) -> None:
             self.inputs.take(as_multiplied(x.reshape(-1, x.shape[-1])))
