@@ -263,7 +263,7 @@ def test_training_that_makes_code_worse_than_it_makes_its_own_kind_better_is_und
     report = hasslefree.compress(MODEL, tmp_path / "out", trained, device="cpu")
     one, other = tensors_of(tmp_path / "plain"), tensors_of(tmp_path / "out")
     assert all(torch.equal(other[name], tensor) for name, tensor in one.items()) == undone
-    assert ("fine-tuning is undone" in caplog.text) == undone
+    assert ("fine-tuning is undone" in caplog.text and "or the effort 'fast'" in caplog.text) == undone
     assert report.predictions["after"] == (1.0 if undone else after)
     assert (report.held_out_code["compressed"] == untrained.held_out_code["compressed"]) == undone
 

@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 
 from hasslefree.core.predictions import Comparison, quantile
 from hasslefree.core.protocols import Decomposition
-from hasslefree.errors import CheckpointError, option
+from hasslefree.errors import CheckpointError
 from hasslefree.escaping import escaped
 from hasslefree.files import read_json
 from hasslefree.packed.spec import LayerSpec
@@ -376,19 +376,19 @@ def perplexities(report: Record) -> str:
 def perplexity_of_code(report: Record, code: HeldOutRecord) -> str:
     """Before and after, and whether code loses much more or less than the calibration's text."""
     measured = measured_on(report, code, "of Python's library")
-    if report.held_out is None:
-        return measured
     on_text = increase(report.held_out)
     on_code = increase(code)
+    if on_text is None or on_code is None:
+        return measured
     least = min(abs(on_text), abs(on_code))
     if abs(on_code - on_text) <= max(LITTLE, MUCH * least):
         return measured
     if on_code < on_text:
         return f"{measured},\nwhich loses less than the calibration text"
-    return (
-        f"{measured},\nwhich loses more than the calibration text: so may other kinds, and"
-        f"\n{option('calibration', MIXED)} has several of them"
-    )
+    more = f"{measured},\nwhich loses more than the calibration text: so may other kinds"
+    if report.recipe.get("calibration") == MIXED:
+        return more
+    return f"{more}, of which\nthe calibration text {MIXED!r} has several"
 
 
 def rise(measured: HeldOutRecord) -> str:
@@ -434,13 +434,13 @@ def measured_on(
     return f"{rise(measured)}\non {tokens} {source}"
 
 
-def increase(measured: HeldOutRecord) -> float:
-    """Of the logarithm of the perplexity; 0 where one is not finite."""
-    before = measured["dense"]
-    after = measured["compressed"]
+def increase(measured: HeldOutRecord | None) -> float | None:
+    """Of the logarithm of the perplexity; None if that was not measured, or is not finite."""
+    before = measured["dense"] if measured else None
+    after = measured["compressed"] if measured else None
     if before and after:
         return math.log(after / before)
-    return 0.0
+    return None
 
 
 def command_of(report: Record, trust_remote_code: bool = False) -> str | None:

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 UNDONE = (
     "fine-tuning is undone: the predictions of code became worse by more than those of the"
-    " calibration's kind of text became better; use more, or more varied, calibration text, or"
-    f" {option('effort', 'fast')}"
+    " calibration's kind of text became better; use more, or more varied, calibration text, or the"
+    " effort 'fast'"
 )
 
 
