@@ -20,6 +20,9 @@ from hasslefree.texts.sources import KNOWN, calibration_documents, check_calibra
         ("c4", "c4", {"c4": 1}),
         (["c4"], "c4", {"c4": 1}),
         ("c4:100%", "c4:100%", {"c4": 1}),
+        ("c4:40% self:60%", ("c4:40%", "self:60%"), {"c4": 0.4, "self": 0.6}),
+        ("c4:40%, self: 60 %", ("c4:40%", "self: 60 %"), {"c4": 0.4, "self": 0.6}),
+        ("10% of a.txt", "10% of a.txt", {"10% of a.txt": 1}),
         (["c4:40%", "a:b.txt:60%"], ("c4:40%", "a:b.txt:60%"), {"c4": 0.4, "a:b.txt": 0.6}),
         ({"c4": "12.5%", "self": "87.5 %"}, ("c4:12.5%", "self:87.5 %"), {"c4": 0.125, "self": 0.875}),
         (["a.txt:33.3%", "b.txt:33.3%", "c.txt:33.3%"], None, {"a.txt": 1 / 3, "b.txt": 1 / 3, "c.txt": 1 / 3}),
@@ -38,10 +41,12 @@ def test_shares_as_they_are_typed(given, texts, shares):
         (["c4:40%", "self:50%"], "add up to 90 %, not to 100 %: c4:40%, self:50%"),
         (["c4:40%", "self:70%"], "add up to 110 %"),
         ("c4:40%", "add up to 40 %"),
-        (["c4", "self:50%"], "the text 'c4' has no share; give one, such as c4:20%"),
+        (["c4", "self:50%"], "the text 'c4' has no share in per cent; give one, such as c4:20%"),
+        ({"c4": 40, "self": 60}, "the text 'c4:40' has no share in per cent; give one, such as c4:20%"),
+        (["c4:0.4", "self:0.6"], "the text 'c4:0.4' has no share in per cent; give one, such as c4:20%"),
         (["c4:0%", "self:100%"], "the share of the text 'c4:0%' is 0; leave it out"),
         (["c4:50%", "c4:50%"], "the text 'c4' is named twice"),
-        (["mixed:50%", "self:50%"], "unknown text 'mixed'"),
+        (["mixed:50%", "self:50%"], "'mixed' is all of a calibration; leave out the share, or list other texts"),
         (["none.txt:50%", "self:50%"], "none.txt does not exist"),
         ("wikipedias", "Did you mean 'wikipedia'"),
     ],
@@ -102,5 +107,5 @@ def test_conversations_of_a_file(tmp_path):
     assert calibration_documents(str(file)) == [kept, "7"]
     for broken in ([], [{"role": "user"}], [{"role": "user", "content": 3}], "no list", [3]):
         file.write_text(json.dumps({"messages": broken}))
-        with pytest.raises(CalibrationError, match='line 1: .*a list "messages" of objects with "role" and "content"'):
+        with pytest.raises(CalibrationError, match='line 1: .*a list "messages" of objects with strings "role"'):
             calibration_documents(str(file))

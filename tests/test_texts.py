@@ -107,6 +107,7 @@ def turns(*contents):
         ({"prompt": turns("a"), "completion": turns("a", "b")[1:]}, turns("a", "b")),
         ({"question": "a", "answer": "b"}, turns("a", "b")),
         ({"text": "t", "instruction": "a", "output": "b"}, "t"),
+        ({"text": None, "messages": turns("a"), "conversations": None}, turns("a")),
     ],
 )
 def test_rows_for_fine_tuning_are_conversations(row, expected, tmp_path):
@@ -115,11 +116,66 @@ def test_rows_for_fine_tuning_are_conversations(row, expected, tmp_path):
     assert calibration_documents(str(tmp_path / "a.jsonl")) == [expected]
 
 
-@pytest.mark.parametrize("row", [{"prompt": "a"}, {"instruction": "a", "output": None}, {"messages": []}, 3, "text"])
+NO_DOCUMENTS = [
+    {"prompt": "a"},
+    {"instruction": "a", "output": None},
+    {"instruction": "a", "input": ["b"], "output": "c"},
+    {"messages": []},
+    {"text": None},
+    3,
+    "text",
+]
+
+
+@pytest.mark.parametrize("row", NO_DOCUMENTS)
 def test_rows_that_hold_no_document(row, tmp_path):
     (tmp_path / "a.json").write_text(json.dumps([{"text": "fine"}, row]))
-    with pytest.raises(CalibrationError, match="a.json, row 2: expected a JSON object with a string"):
+    with pytest.raises(CalibrationError, match="a.json, row 2: expected an object with a string"):
         check_text(str(tmp_path / "a.json"))
+
+
+def test_cells_of_csv_are_texts_and_rows_without_a_word_are_left_out(tmp_path, monkeypatch):
+    """Oracle: by hand. An evaluation joins all rows, as published protocols do."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.csv").write_text('text,id\nnull,1\n,2\n" ",3\nNA,4\n')
+    assert calibration_documents(str(tmp_path / "a.csv")) == ["null", "NA"]
+    assert evaluation_documents(str(tmp_path / "a.csv")) == ["null", "", " ", "NA"]
+
+
+def test_a_folder_of_plain_texts_has_a_document_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "texts").mkdir()
+    for name in "ab":
+        (tmp_path / "texts" / f"{name}.txt").write_text(f"one {name}\n\ntwo\n")
+    assert calibration_documents(str(tmp_path / "texts")) == ["one a\n\ntwo\n", "one b\n\ntwo\n"]
+
+
+def test_rows_after_a_slice_are_not_read_and_a_wrong_slice_is_a_sentence(tmp_path):
+    lines = tmp_path / "a.jsonl"
+    lines.write_text('{"text": "one"}\n{"text": "two"}\nno JSON\n')
+    assert calibration_documents(f"{lines}[:2]") == ["one", "two"]
+    for rows in ("-2:", "1", ":50%", "a:b", ""):
+        with pytest.raises(CalibrationError, match=rf"\[{rows}\] does not name rows of .*a.jsonl; give row numbers"):
+            check_text(f"{lines}[{rows}]")
+    lines.write_text('{"text": "one"}\n')
+    with pytest.raises(CalibrationError, match=r"a.jsonl\[700:\] is empty; give another file, or other rows"):
+        check_text(f"{lines}[700:]")
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    with pytest.raises(CalibrationError, match=r"a.txt is one document, without rows; leave out \[:1\]"):
+        check_text(f"{tmp_path / 'a.txt'}[:1]")
+
+
+def test_names_may_hold_brackets_and_no_name_is_not_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    datasets.Dataset.from_dict({"text": ROWS}).save_to_disk("disk[2]")
+    (tmp_path / "disk[2]" / "a[1].csv").write_text("text\none\n")
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    assert calibration_documents("disk[2]") == ROWS
+    assert calibration_documents("disk[2][1:]") == ROWS[1:]
+    assert calibration_documents("disk[2]/a[1].csv") == ["one"]
+    with pytest.raises(UnknownNameError, match="unknown text ''"):
+        check_text("")
 
 
 def test_tables_that_cannot_be_read(tmp_path, monkeypatch):
@@ -140,8 +196,8 @@ def test_errors(tmp_path):
     for name, kind, message in [
         (str(tmp_path / "missing.txt"), CalibrationError, "does not exist"),
         (str(empty), CalibrationError, "is empty"),
-        (str(broken), CalibrationError, "line 2: expected a JSON object"),
-        (str(no_field), CalibrationError, 'line 1.*field "text"'),
+        (str(broken), CalibrationError, "line 2: expected an object"),
+        (str(no_field), CalibrationError, 'line 1.*a string "text"'),
         (f"{broken}", CalibrationError, "line 2"),
         ("wikitext", UnknownNameError, "Did you mean 'wikitext2'"),
     ]:
@@ -239,11 +295,11 @@ def test_a_long_document_is_drawn_from_in_pieces_and_others_are_as_they_were(tmp
     """Oracle: the text itself. Pieces grow with the segments, which they must hold."""
     text = "".join(map(chr, range(97, 123))) * 20_000
     (tmp_path / "long.txt").write_text(text)
-    (tmp_path / "short.jsonl").write_text('{"text": "one"}\n{"text": ""}\n{"text": "two"}\n')
+    (tmp_path / "short.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     drawn = calibration_documents(str(tmp_path / "long.txt"), 32)
     assert ("".join(drawn), [len(piece) for piece in drawn]) == (text, [262_144, 257_856])
     assert calibration_documents(str(tmp_path / "long.txt"), 10_000) == [text]
-    assert calibration_documents(str(tmp_path / "short.jsonl"), 32) == ["one", "", "two"]
+    assert calibration_documents(str(tmp_path / "short.jsonl"), 32) == ["one", "two"]
 
 
 def test_no_more_of_a_text_is_tokenised_than_is_wanted():

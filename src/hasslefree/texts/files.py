@@ -1,9 +1,11 @@
 """Texts in local files, and in data sets in local folders."""
 
+import glob
 import gzip
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from hasslefree.errors import CalibrationError, UnknownNameError
 Document = str | list[dict[str, str]]
 # Documents that are joined, because they are short.
 Joined = tuple[Document, ...]
-_SLICE = re.compile(r"(?P<path>.+)\[(?P<start>\d{0,18}):(?P<stop>\d{0,18})\]")
+_SLICE = re.compile(r"(?P<path>.+)\[(?P<rows>[^\[\]/]*)\]")
+_ROWS = re.compile(r"(\d{0,18}):(\d{0,18})")
 TEXTS = (".txt", ".raw")
 # Files of rows that are read here, and those that `datasets` reads, with its name of the format.
 LINES = (".jsonl", ".json")
@@ -32,11 +35,15 @@ def local_documents(name: str, known: Sequence[str]) -> list[Document]:
     .jsonl or .json (a list, or an object per line), both also as .gz, .parquet, .csv, or a folder
     of `datasets`, whose train split is taken. NAME[START:STOP] names some of the rows.
     """
-    match = _SLICE.fullmatch(name)
-    path = Path(match["path"] if match else name)
+    path = Path(name)
+    match = None if path.exists() else _SLICE.fullmatch(name)
+    chosen = slice(None)
+    if match:
+        path = Path(match["path"])
+        chosen = row_slice(match["rows"], path)
     plain = path.with_suffix("") if path.suffix.lower() == ".gz" else path
     kind = plain.suffix.lower()
-    is_table = path.is_dir() or kind in TABLES
+    is_table = kind in TABLES or bool(name and path.is_dir())
     if not is_table and kind not in TEXTS + LINES:
         formats = ", ".join(sorted([*TEXTS, *LINES, *TABLES]))
         raise UnknownNameError(
@@ -44,25 +51,42 @@ def local_documents(name: str, known: Sequence[str]) -> list[Document]:
         )
     if not path.exists():
         raise CalibrationError(f"the text file {path} does not exist; check its path")
+    if match and kind in TEXTS and not is_table:
+        raise CalibrationError(f"{path} is one document, without rows; leave out [{match['rows']}]")
     if is_table:
-        documents = list(row_documents(path, table_rows(path, kind)))
+        rows = row_documents(path, table_rows(path, kind))
     else:
-        opened = gzip.open if plain != path else open
-        try:
-            with opened(path, "rt", encoding="utf-8-sig") as file:
-                text: str = file.read()
-        except UnicodeDecodeError as error:
-            raise CalibrationError(f"{path} is not UTF-8 text: {error}; convert it") from None
-        except (OSError, EOFError) as error:
-            raise CalibrationError(f"{path} cannot be read: {error}; copy it again") from None
-        documents = list(json_documents(path, text)) if kind in LINES else [text]
-    if match:
-        start = int(match["start"] or 0)
-        stop = int(match["stop"] or len(documents))
-        documents = documents[start:stop]
+        text = read_text(path)
+        rows = json_documents(path, text) if kind in LINES else iter([text])
+    documents = list(islice(rows, chosen.start, chosen.stop))
     if all(isinstance(document, str) and not document.strip() for document in documents):
-        raise CalibrationError(f"the text file {name} is empty; give another")
+        raise CalibrationError(f"the text {name} is empty; give another file, or other rows of it")
     return documents
+
+
+def row_slice(rows: str, path: Path) -> slice:
+    """The slice that START:STOP names. path: of the file, for the error."""
+    match = _ROWS.fullmatch(rows)
+    if match is None:
+        raise CalibrationError(
+            f"[{rows}] does not name rows of {path}; give row numbers from 0, such as [:700] or"
+            " [700:900]"
+        )
+    start, stop = match.groups()
+    return slice(int(start or 0), int(stop) if stop else None)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8, which may be compressed by gzip."""
+    opened = gzip.open if path.suffix.lower() == ".gz" else open
+    try:
+        with opened(path, "rt", encoding="utf-8-sig") as file:
+            text: str = file.read()
+    except UnicodeDecodeError as error:
+        raise CalibrationError(f"{path} is not UTF-8 text: {error}; convert it") from None
+    except (OSError, EOFError) as error:
+        raise CalibrationError(f"{path} cannot be read: {error}; copy it again") from None
+    return text
 
 
 def table_rows(path: Path, kind: str) -> Iterable[Any]:
@@ -70,13 +94,19 @@ def table_rows(path: Path, kind: str) -> Iterable[Any]:
     import datasets
 
     loaded: Any
+    # A cell of CSV is a text, also if it is empty or says "null".
+    options = {"keep_default_na": False} if kind == ".csv" else {}
     try:
         if not path.is_dir():
-            return datasets.load_dataset(TABLES[kind], data_files=str(path), split="train")
+            file = glob.escape(str(path))
+            return datasets.load_dataset(TABLES[kind], data_files=file, split="train", **options)
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             loaded = datasets.load_from_disk(str(path))
             return loaded["train"] if isinstance(loaded, dict) else loaded
-        return datasets.load_dataset(str(path), split="train")
+        loaded = datasets.load_dataset(str(path), split="train")
+        if loaded.info.builder_name == "text":  # of each file, not of each line
+            return datasets.load_dataset(str(path), split="train", sample_by="document")
+        return loaded
     except Exception as error:  # whatever the reader of the format may raise
         cause = str(error).strip().split("\n")[0]
         raise CalibrationError(f"{path} cannot be read by datasets: {cause}; convert it") from error
@@ -107,8 +137,9 @@ def parsed(text: str, where: str) -> Any:
 
 def no_document(where: str) -> CalibrationError:
     return CalibrationError(
-        f'{where}: expected a JSON object with a string field "text", a list "messages" of objects'
-        ' with "role" and "content", or "instruction" and "output", without lone surrogates'
+        f'{where}: expected an object with a string "text", a list "messages" of objects with'
+        ' strings "role" and "content", or strings "instruction" and "output", without lone'
+        " surrogates"
     )
 
 
@@ -116,7 +147,8 @@ def document_of(row: Any, where: str) -> Document:
     """The document of a row: its text, or its conversation.
 
     A row has the field `text`; `messages` with `role` and `content`, or `conversations` with `from`
-    and `value`; or one of `QUESTIONS` (and `input`, which belongs to it) with one of `ANSWERS`.
+    and `value`; or one of `QUESTIONS` (and `input`, which belongs to it) with one of `ANSWERS`. A
+    field that is null is none: tables have the same fields in all rows.
 
     Args:
         where: the row, for the error.
@@ -125,6 +157,7 @@ def document_of(row: Any, where: str) -> Document:
         CalibrationError: it has none of these, or they are no strings that can be encoded.
     """
     try:
+        row = {name: value for name, value in row.items() if value is not None}
         if "text" in row:
             row["text"].encode()
             document: Document = row["text"]
@@ -137,7 +170,7 @@ def document_of(row: Any, where: str) -> Document:
         if isinstance(question, list):  # both are messages
             return conversation([*question, *answer])
         if row.get("input"):
-            question += f"\n\n{row['input']}"
+            question += "\n\n" + row["input"]
         return conversation(
             [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         )

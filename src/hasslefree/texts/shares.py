@@ -20,19 +20,26 @@ MIXTURE = {
 }
 # By how much shares may miss 100 %, so that three of 33.3 % are a whole.
 ROUNDING = 0.2
-_SHARE = re.compile(r"(?P<name>.+):\s*(?P<share>\d{1,3}(\.\d{1,6})?)\s*%")
+_SHARE = re.compile(r"(?P<name>.+):\s*(?P<share>\d{1,3}(\.\d{1,18})?)\s*%")
+# Between texts in one string, and what may be meant for a share.
+_BETWEEN = re.compile(r"(?<=%)[,\s]+")
+_NUMBER = re.compile(r":[-\d.,%\s]*$")
 
 
 def as_texts(given: Any) -> Any:
     """The field `calibration` of a recipe: a text, or several as ("c4:40%", "code:60%").
 
     Args:
-        given: either of them, a list, or a mapping {"c4": "40%", "code": "60%"}.
+        given: either of them, a list, a mapping {"c4": "40%", "code": "60%"}, or all in a string,
+            "c4:40% code:60%".
     """
     if isinstance(given, Mapping):
         given = [f"{name}:{share}" for name, share in given.items()]
     if isinstance(given, str):
-        return given
+        parts = _BETWEEN.split(given.strip())
+        if len(parts) == 1 or not all(map(_SHARE.fullmatch, parts)):
+            return given
+        given = parts
     if not isinstance(given, list | tuple) or not given:
         raise ValueError(f"calibration must be a text, or texts with shares, got {given!r:.60}")
     if not all(isinstance(text, str) for text in given):
@@ -57,7 +64,15 @@ def shares_of(calibration: str | Sequence[str]) -> dict[str, float]:
     for text in listed:
         match = _SHARE.fullmatch(text)
         if match is None:
-            raise CalibrationError(f"the text {text!r} has no share; give one, such as {text}:20%")
+            name = _NUMBER.sub("", text)
+            raise CalibrationError(
+                f"the text {text!r} has no share in per cent; give one, such as {name}:20%"
+            )
+        if match["name"] == MIXED:
+            raise CalibrationError(
+                f"the text {text!r} has a share, but {MIXED!r} is all of a calibration; leave out"
+                " the share, or list other texts"
+            )
         if float(match["share"]) == 0:
             raise CalibrationError(f"the share of the text {text!r} is 0; leave it out")
         if match["name"] in shares:

@@ -24,6 +24,7 @@ def calibration_documents(name: str, seqlen: int = 0) -> Sequence[Document]:
 
     Line-based texts (wikitext2, ptb) are one document. Each piece of a document of more than
     `PIECE` characters counts as a document, but in the texts of the hub that have many documents.
+    Documents without a word, such as the empty rows of many data sets, are left out.
 
     Args:
         seqlen: tokens in a segment, which a piece must hold.
@@ -41,11 +42,13 @@ def calibration_documents(name: str, seqlen: int = 0) -> Sequence[Document]:
     size = max(PIECE, WIDEST * seqlen)
     pieces: list[Document] = []
     for document in documents:
-        if isinstance(document, str):
-            starts = range(0, len(document) or 1, size)
-            pieces += [document[start : start + size] for start in starts]
-        else:
+        if not isinstance(document, str):
             pieces.append(document)
+            continue
+        for start in range(0, len(document), size):
+            piece = document[start : start + size]
+            if piece.strip():
+                pieces.append(piece)
     return pieces
 
 
