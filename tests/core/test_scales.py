@@ -87,6 +87,30 @@ def test_codes_come_back_from_values_in_every_dtype(kind, bits, block, seed, dty
     assert stored.values().dtype == dtype
 
 
+@kinds
+@pytest.mark.parametrize("form", [{}, {"scale_bits": 5}, {"scale_bits": 6, "block": 32}], ids=str)
+@pytest.mark.parametrize("size", [3e-4, 1e-6, 1e-9])
+def test_small_rows_of_a_matrix_have_scales_that_float16_holds(kind, form, size):
+    """Oracle: conversion to float16 and back. Near zero, the 256 codes are multiples of float16's least number."""
+    grid = Grid(8, 16, **kind, **form)
+    weight = oracles.problem(4, 64)[0]
+    weight[1] *= size / weight[1].abs().max()
+    scaling = grid.scaling(weight)
+    quantised = Quantised.of(scaling.nearest(weight), scaling, torch.float16)
+    numbers = scaling.storage.scale_unit if form else scaling.scale
+    assert torch.equal(numbers.half().float(), numbers)
+    error = (quantised.values().double() - weight.double())[1].abs().max()
+    assert error <= size / 5 + 128 * 2**-24
+
+
+def test_a_matrix_of_small_numbers_alone_keeps_its_precision():
+    """Float16 would make zeros of them. Oracle: half a step of the grid."""
+    weight = oracles.problem(4, 64)[0]
+    weight *= 1e-9 / weight.abs().max()
+    error = (Grid(8, 16, offset=True).scaling(weight).nearest(weight) - weight).abs().max()
+    assert error <= 1e-9 / 255 * 1.02
+
+
 def test_a_sign_of_the_scale_lets_the_codes_reach_further():
     """Oracle: the same grid without it, whose codes cover the largest entry and its opposite: 7/8 of the step."""
     weight = oracles.problem(32, 256)[0]

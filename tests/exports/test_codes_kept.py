@@ -31,9 +31,9 @@ WIDE = {"hidden_size": 64, "intermediate_size": 96, "attention_bias": True, "mlp
 HEADS = {"q_proj": 4, "k_proj": 2}
 
 
-def compressed(folder, changes=None, **recipe):
+def compressed(folder, changes=None, dtype=torch.bfloat16, **recipe):
     """A tiny model with random biases and gains, compressed into FOLDER, and the dense one that it was made of."""
-    model = build("llama", torch.bfloat16, **(WIDE | (changes or {})))
+    model = build("llama", dtype, **(WIDE | (changes or {})))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
@@ -136,6 +136,18 @@ def test_gguf_holds_l_as_an_adapter_of_scale_1(work, tmp_path):
         u, v = (factor.detach().numpy() for factor in layer.factors())
         assert np.array_equal(found[renamed(f"{name}.weight.lora_a")], v)
         assert np.array_equal(found[renamed(f"{name}.weight.lora_b")], permuted(name, u))
+
+
+def test_a_float32_model_that_was_trained_has_scales_for_llama_cpp(tmp_path):
+    fields = {"rank": 0, "bits": 3, "match_predictions": 96}
+    dense = compressed(tmp_path / "packed", {"initializer_range": 0.2}, torch.float32, **fields)
+    trained = read_record(tmp_path / "packed").predictions
+    assert trained["after"] < trained["before"]
+    write_template(tmp_path / "template.gguf", dense, "F32")
+    hasslefree.export(tmp_path / "packed", tmp_path / "out", "gguf", template=tmp_path / "template.gguf")
+    found = read(tmp_path / "out" / "model.gguf")[1]
+    for name, layer in in_float32(tmp_path / "packed").items():
+        assert np.array_equal(found[renamed(f"{name}.weight")], permuted(name, layer.unpacked().detach().numpy())), name
 
 
 @pytest.mark.parametrize("kind", ["F16", "F32"])

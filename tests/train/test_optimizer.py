@@ -40,11 +40,18 @@ def rms(tensor):
     return float(tensor.square().mean().sqrt())
 
 
+@pytest.mark.parametrize("in_half", [True, False])
 @pytest.mark.parametrize("kind", [{"offset": True}, {}, {"symmetric": True}])
-def test_scales_and_offsets_move_in_units_of_their_groups(kind):
-    """Oracle: S = (code − middle)·scale + centre, with both times the root mean square of D in the group."""
+def test_scales_and_offsets_move_in_units_of_their_groups(kind, in_half):
+    """Oracle: S = (code − middle)·scale + centre, with both times the root mean square of D in the group; and float16,
+    if it held the numbers before, as llama.cpp needs."""
     grid = Grid(4, 8, **kind)
     layer, gradient = layer_and_gradient(grid)
+    if not in_half:
+        with torch.no_grad():
+            layer.weight_scale[0, 0] *= 1 + 2**-20
+            if grid.offset:
+                layer.weight_offset[0, 0] *= 1 + 2**-20
     group = UNITS.view(2, 8).square().mean(1).sqrt()
     scale, dense = layer.weight_scale.detach().clone(), layer.unpacked().detach()
     offset = layer.weight_offset.detach().clone() if grid.offset else None
@@ -66,11 +73,15 @@ def test_scales_and_offsets_move_in_units_of_their_groups(kind):
     trained = BlockOptimizer(torch.nn.Sequential(layer), {layer: UNITS}, RATE)
     (layer.unpacked() * gradient).sum().backward()
     trained.update(1.0)
-    torch.testing.assert_close(layer.weight_scale.detach(), (masters["scale"] / group).detach())
+    expected = (masters["scale"] / group).detach()
+    precision = {"rtol": 2**-11, "atol": 2**-25} if in_half else {}
+    torch.testing.assert_close(layer.weight_scale.detach(), expected, **precision)
+    assert torch.equal(layer.weight_scale.half().float(), layer.weight_scale) == in_half
     assert not torch.equal(layer.weight_scale, scale)
     if grid.offset:
-        expected = masters["centre"] / group - 8 * masters["scale"] / group
-        torch.testing.assert_close(layer.weight_offset.detach(), expected.detach())
+        expected = (masters["centre"] / group).detach() - 8 * layer.weight_scale.detach()
+        torch.testing.assert_close(layer.weight_offset.detach(), expected, **precision)
+        assert torch.equal(layer.weight_offset.half().float(), layer.weight_offset) == in_half
     assert torch.equal(layer.weight_packed, codes)
 
 

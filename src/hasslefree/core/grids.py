@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hasslefree.core.gram import dtype_name, working_dtype
-from hasslefree.core.scales import FLOATS, SCALE_BITS, Floats, Multiples
+from hasslefree.core.scales import FLOATS, SCALE_BITS, Floats, Multiples, suits_half
 from hasslefree.errors import GridError, option
 from hasslefree.validation import Checked, Positive
 
@@ -284,13 +284,14 @@ class Grid(Checked):
 
     def storage_for(self, matrix: Tensor) -> Floats | Multiples:
         """Which numbers the scales and offsets of a matrix (out, in) may be."""
+        half = suits_half(matrix, self.top)
         if self.scale_bits is None:
-            return FLOATS
+            return Floats(half)
         low, high = self._ends(self._by_group(matrix))
         scale = (high - low).squeeze(-1) / self.top
         offset = low.squeeze(-1) if self.offset else None
         blocks = self.blocks(matrix.shape[1])
-        return Multiples.covering(self.scale_bits, scale, offset, blocks, self.signed_scales)
+        return Multiples.covering(self.scale_bits, scale, offset, blocks, self.signed_scales, half)
 
     def _by_group(self, matrix: Tensor) -> Tensor:
         return matrix.unflatten(1, (self.groups(matrix.shape[1]), -1))

@@ -1,7 +1,8 @@
 """Which numbers the scales and offsets of a grid may be, which is how they are stored.
 
 Either floats with the eight significant bits of bfloat16, which are the same numbers in every dtype
-of a model. Or whole multiples of a unit of their row, or of a block of their row, as in the double
+of a model: below 2^-17, where float16 has fewer bits, they are multiples of 2^-24 (`suits_half`).
+Or whole multiples of a unit of their row, or of a block of their row, as in the double
 quantisation of QLoRA (arXiv 2305.14314) and in the K types of llama.cpp, with b bits each:
 
     scale_g  =  k_g·unit / 2^b,      k_g = 1, …, 2^b − 1
@@ -24,22 +25,43 @@ from torch import Tensor
 
 # Bits of a multiple.
 SCALE_BITS = (3, 4, 5, 6, 8)
+# The number from which float16 has eight significant bits.
+EIGHT_BITS = 2.0**-17
 
 
-def as_float(numbers: Tensor) -> Tensor:
-    """Numbers rounded to what every dtype of a model holds: bfloat16's eight bits."""
-    return numbers.bfloat16().to(numbers.dtype)
+def as_float(numbers: Tensor, half: bool = False) -> Tensor:
+    """Numbers rounded to bfloat16's eight bits; with `half`, to numbers of float16 too."""
+    rounded = numbers.bfloat16()
+    if half:
+        rounded = rounded.half()
+    return rounded.to(numbers.dtype)
+
+
+def suits_half(matrix: Tensor, steps: int) -> bool:
+    """Say whether float16 holds the scales of a matrix (out, in): the largest one with eight bits.
+
+    Without this condition, all entries of a matrix of tiny numbers would become zero; with it,
+    those are lost that are tiny next to the largest entry.
+
+    Args:
+        steps: a scale is about the largest entry of a group, divided by this number.
+    """
+    low, high = torch.aminmax(matrix)
+    largest = max(-low.item(), high.item())
+    return steps * EIGHT_BITS <= largest <= torch.finfo(torch.half).max
 
 
 @dataclass(frozen=True)
 class Floats:
-    """Each scale and each offset is a float."""
+    """Each scale and each offset is a float. half: float16 holds it too."""
+
+    half: bool = False
 
     def scales(self, values: Tensor) -> Tensor:
-        return as_float(values)
+        return as_float(values, self.half)
 
     def offsets(self, values: Tensor) -> Tensor:
-        return as_float(values)
+        return as_float(values, self.half)
 
 
 @dataclass(frozen=True)
@@ -69,6 +91,7 @@ class Multiples:
         offset: Tensor | None,
         blocks: int | None = None,
         signed: bool = False,
+        half: bool = False,
     ) -> "Multiples":
         """Units whose largest multiples are the largest numbers of each block, up to rounding.
 
@@ -76,13 +99,14 @@ class Multiples:
             scale: of each group, (out, groups).
             offset: likewise, and at most 0; None on a grid without offsets.
             blocks: of each row; None for one unit a row.
+            half: float16 holds the units. It always holds the steps of those of blocks.
         """
-        half = blocks is not None
+        in_blocks = blocks is not None
         parts = (blocks or 1, -1)
-        scale_unit = unit_of(scale.unflatten(1, parts), bits - signed, half)
+        scale_unit = unit_of(scale.unflatten(1, parts), bits - signed, in_blocks, half)
         offset_unit = None
         if offset is not None:
-            offset_unit = unit_of(offset.unflatten(1, parts), bits, half)
+            offset_unit = unit_of(offset.unflatten(1, parts), bits, in_blocks, half)
         return cls(bits, scale_unit, offset_unit, signed)
 
     def of_block(self, index: int) -> "Multiples":
@@ -130,16 +154,22 @@ class Multiples:
         return step.view(*step.shape, *[1] * (values.ndim - 2))
 
 
-def unit_of(numbers: Tensor, bits: int, half: bool) -> Tensor:
+def unit_of(
+    numbers: Tensor,
+    bits: int,
+    half_steps: bool,
+    half: bool,
+) -> Tensor:
     """The unit (out, blocks) of numbers (out, blocks, groups) on one side of 0; 1 for zeros.
 
     Args:
         bits: the largest number is about 2^bits − 1 steps of unit / 2^bits.
-        half: make these steps numbers of float16.
+        half_steps: make these steps numbers of float16.
+        half: make the unit one.
     """
     steps = 1 << bits
-    unit = as_float(numbers.abs().amax(2) * (steps / (steps - 1)))
-    if half:
+    unit = as_float(numbers.abs().amax(2) * (steps / (steps - 1)), half)
+    if half_steps:
         unit = with_half_steps(unit, bits)
     return torch.where(unit > 0, unit, 1.0)
 

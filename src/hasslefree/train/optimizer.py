@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from hasslefree.core.factors import nearest
 from hasslefree.core.gram import working_dtype
+from hasslefree.core.grids import Grid
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.scales import with_half_steps
 from hasslefree.distributed import ALONE, World
@@ -171,21 +172,26 @@ def variables_of_sparse(layer: SparseLowRankLinear, scale: Tensor) -> Iterator[V
     groups = 1 if stored.ndim == 1 else stored.shape[1]
     unit = scale.view(groups, -1).square().mean(1).sqrt()
     steps = plain(stored, unit)
-    if grid.block is not None and grid.scale_bits is not None:
-        steps.store = storing_units(stored, grid.scale_bits - grid.signed_scales)
+    steps.store = storing(stored, grid)
     yield steps
     if grid.offset:
         offset = layer.get_parameter("weight_offset")
         middle = middle_of(layer)
         centre = plain(offset, unit).master + middle * steps.master
-        store = None
-        if grid.block is not None and grid.scale_bits is not None:
-            store = storing_units(offset, grid.scale_bits)
-        yield Variable(offset, centre, unit, store, steps, middle)
+        yield Variable(offset, centre, unit, storing(offset, grid), steps, middle)
 
 
-def storing_units(leaf: Tensor, bits: int) -> Callable[[Tensor], None]:
-    """Store units of blocks so that their steps, unit / 2^bits, are numbers of float16."""
+def storing(leaf: Tensor, grid: Grid) -> Callable[[Tensor], None] | None:
+    """A function that stores what float16 holds, as llama.cpp needs: units of blocks whose steps,
+    unit / 2^bits, are such numbers, or floats that are, if they are so far. None for others.
+    """
+    bits = 0
+    if grid.scale_bits is not None:
+        if grid.block is None:
+            return None
+        bits = grid.scale_bits - grid.signed_scales
+    elif not torch.equal(with_half_steps(leaf.detach(), bits), leaf):
+        return None
     dtype = leaf.dtype
 
     def store(value: Tensor) -> None:
