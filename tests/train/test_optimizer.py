@@ -9,6 +9,7 @@ from hasslefree.core.factors import nearest
 from hasslefree.core.grids import Quantised
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.protocols import Decomposition
+from hasslefree.models.precision import computing
 from hasslefree.packed.linear import SparseLowRankLinear
 from hasslefree.packed.storage import unpack_codes
 from hasslefree.solve.methods.joint_on_grid import JointOnGrid
@@ -161,6 +162,27 @@ def test_coded_factors_are_trained_through_their_rounding():
     assert torch.equal(layer.low_rank_v, expected[1].codes)
     layer.wide_factors.clear()
     torch.testing.assert_close(layer.factors()[1], expected[1].values())
+
+
+def test_scales_of_coded_factors_are_those_of_float16_while_the_block_is_wider():
+    """Oracle: the values with which the block computes, which are those that the layer stores."""
+    generator = torch.Generator().manual_seed(0)
+    weight, gradient = (torch.randn(12, 16, generator=generator) for _ in range(2))
+    weight *= 0.02
+    weight[3] *= 1e-3  # a scale that float16 would round
+    found = hasslefree.decompose(weight.half(), None, "2:4", 2, factor_bits=8)
+    layer = SparseLowRankLinear.from_decomposition(found, None, "2:4")
+    block = torch.nn.Sequential(layer)
+    trained = BlockOptimizer(block, {layer: torch.ones(16)}, 1e-6)
+    with computing(block, unpack=False):
+        u, v = layer.factors()
+        ((u @ v) * gradient).sum().backward()
+        trained.update(1.0)
+        computed = layer.wide_factors["low_rank_u"].detach().clone()
+    layer.wide_factors.clear()
+    torch.testing.assert_close(layer.factors()[0].float(), computed, rtol=1e-3, atol=1e-7)
+    scale = layer.low_rank_u_scale.detach()
+    assert torch.equal(scale, scale.bfloat16().half())
 
 
 def test_norms_are_recognised_by_their_class():

@@ -15,7 +15,7 @@ from hasslefree.distributed import World
 from hasslefree.models.activations import Activations
 from hasslefree.models.calls import BlockCall, hooks
 from hasslefree.models.precision import computing
-from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers, unpacked_once
+from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
 
 # The least D of an input, over that of all inputs of the layer.
 LEAST_SCALE = 1e-3
@@ -124,7 +124,7 @@ def input_scales(
         squares[layer].add_(args[0].flatten(0, -2).float().square().sum(0))  # type: ignore[index]
 
     watching = hooks(layer.register_forward_pre_hook(add_squares) for layer in layers)
-    with computing(block), unpacked_once(block), watching, torch.no_grad():
+    with computing(block), watching, torch.no_grad():
         for index in range(len(hidden)):
             call.run(block, hidden[index])
     for total in squares.values():

@@ -249,9 +249,11 @@ def coded(
     leaf: Tensor,
 ) -> Callable[[Tensor], None]:
     """A function that stores a factor as codes in the layer, and their values in the leaf."""
+    # The dtype in which scales are stored: they are wider while the block is `computing`.
+    dtype = layer.weight.dtype
 
     def store(value: Tensor) -> None:
-        rows = nearest(value, layer.weight.dtype)
+        rows = nearest(value, dtype)
         layer.get_buffer(name).copy_(rows.codes)
         layer.get_parameter(f"{name}_scale").copy_(rows.scale)
         leaf.copy_(rows.values())
