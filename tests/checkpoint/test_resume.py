@@ -83,6 +83,16 @@ def test_going_on_with_s_on_a_grid(bits, tmp_path):
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+def test_finished_blocks_run_on_as_many_segments_at_a_time_as_before(tmp_path, monkeypatch):
+    """Oracle: the first run. A product with more rows may be rounded differently."""
+    monkeypatch.setattr("hasslefree.models.calibrate.BATCH", 16)  # one segment
+    interrupted(tmp_path / "out", 15)
+    model, sizes = build("llama", num_hidden_layers=BLOCKS), []
+    model.model.layers[0].register_forward_pre_hook(lambda block, args: sizes.append(len(args[0])))
+    hasslefree.compress(model, tmp_path / "out", RECIPE, segments=segments(), resume=True)
+    assert sizes[-1] == len(segments())
+
+
 def test_finished_blocks_are_not_solved_again(tmp_path, monkeypatch):
     interrupted(tmp_path / "out", 15)
     solved = []

@@ -36,7 +36,7 @@ from hasslefree.models.walk import Visit
 from hasslefree.pipeline.ends import compress_ends, replace_ends, stored_ends, use_ends
 from hasslefree.pipeline.held_out import Check
 from hasslefree.pipeline.job import Job
-from hasslefree.pipeline.layers import Done, Task, compress_groups
+from hasslefree.pipeline.layers import Done, Plans, Task, compress_groups
 from hasslefree.pipeline.preflight import block_tensors, outside_tensors
 from hasslefree.planning.machine import in_one_pass, room_for_sums
 from hasslefree.progress import INPUTS, RESUMED, SOLVING, Phase
@@ -81,7 +81,7 @@ def compress_blocks(
         visits = walk.visits(hidden, to_end=False)
         if check is not None:
             visits = check.following(visits)
-        put_back(job, visits, collecting, solving)
+        put_back(job, allocation, visits, hidden, collecting, solving)
         begun = time.perf_counter()
         for number, visit in enumerate(visits):
             if number == TIMED:
@@ -205,13 +205,34 @@ def part_file(part: int, blocks: int, last: bool = True) -> str:
     return f"{kind}-{part + 1:05d}-of-{blocks + 1:05d}.safetensors"
 
 
-def put_back(job: Job, visits: Iterator[Visit], collecting: Phase, solving: Phase) -> None:
-    """Visit the finished blocks, and put their compressed layers in place."""
+def put_back(
+    job: Job,
+    allocation: Allocation,
+    visits: Iterator[Visit],
+    hidden: Activations,
+    collecting: Phase,
+    solving: Phase,
+) -> None:
+    """Visit the finished blocks, and put their compressed layers in place.
+
+    Each then runs on as many segments at a time as when it was compressed: a product with more rows
+    may be rounded differently, and a resumed run has the same bytes.
+
+    Args:
+        hidden: inputs of the first block. They become the outputs of the finished ones.
+    """
     blocks = job.work.progress.blocks
     finished = islice(visits, len(blocks))
     counted = job.walk.phases.counted(RESUMED, finished, len(blocks), "blocks")
     for visit, part in zip(counted, blocks, strict=True):
+        plans = allocation.plan.blocks[visit.index]
+        reads = tensors_read(visit.block, visit.call, hidden[0], plans)
+        at_once = runs_at_once(job, visit, plans, reads, hidden)
         put_block_back(job, visit, part.entries)
+        if at_once:
+            with torch.no_grad(), computing(visit.block):
+                hidden[:] = visit.call.run(visit.block, hidden[:])
+            visit.has_run = True
         collecting.skip(len(part.layers))
         for layer in part.layers:
             solving.skip(1, layer)
@@ -242,17 +263,15 @@ def compress_block(task: Task, hidden: Activations) -> list[Done]:
         hidden: inputs of the block. They become its outputs if the visit then `has_run`.
     """
     visit = task.visit
-    sequential = task.job.resolved.sequential
     reads = tensors_read(visit.block, visit.call, hidden[0], task.plans)
     groups = groups_by_input(reads)
-    called_once = all(len(tensors) == 1 for tensors in reads.values())
     with every_expert_called(visit.block):
-        if sequential == "layer" and called_once and runs_at_once(task, hidden):
+        if runs_at_once(task.job, visit, task.plans, reads, hidden):
             done, output = compress_in_one_pass(task, hidden, groups)
             hidden[:] = output
             visit.has_run = True
             return done
-        if sequential == "block":
+        if task.job.resolved.sequential == "block":
             return compress_together(task, hidden, groups)
         done = []
         for together in passes(task, groups, hidden.device):
@@ -269,16 +288,31 @@ def compress_together(task: Task, hidden: Activations, groups: list[list[str]]) 
         return compress_groups(task, groups, grams)
 
 
-def runs_at_once(task: Task, hidden: Activations) -> bool:
-    """Say whether all segments run through the block at once, in every process.
+def runs_at_once(
+    job: Job,
+    visit: Visit,
+    plans: Plans,
+    reads: Mapping[str, tuple[int, ...]],
+    hidden: Activations,
+) -> bool:
+    """Say whether a dense block is compressed in one pass of all segments, in every process.
 
-    The block must take several segments at a time, and they must fit in memory.
+    The layers must be compressed in order, and each must be called once. The block must take
+    several segments at a time, and they must fit in memory.
+
+    Args:
+        plans: of the layers of the block.
+        reads: from `tensors_read`.
+        hidden: inputs of the block.
     """
-    shapes = {name: plan.shape for name, plan in task.plans.items()}
+    called_once = all(len(tensors) == 1 for tensors in reads.values())
+    if job.resolved.sequential != "layer" or not called_once:
+        return False
+    shapes = {name: plan.shape for name, plan in plans.items()}
     tokens = len(hidden) * hidden.states.shape[1]
-    values = activation_values(task.visit.block, shapes, tokens)
-    fits = task.visit.call.batched and in_one_pass(values, hidden.device)
-    return task.world.total(float(not fits), hidden.device) == 0
+    values = activation_values(visit.block, shapes, tokens)
+    fits = visit.call.batched and in_one_pass(values, hidden.device)
+    return job.world.total(float(not fits), hidden.device) == 0
 
 
 def passes(task: Task, groups: list[list[str]], device: torch.device) -> list[list[list[str]]]:
