@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -76,6 +77,29 @@ def test_errors():
         hasslefree.decompose(weight, Gram(torch.ones(8, 8), 1), "2:4", 1, method=build_method("eora", damping=0.0))
 
 
+@pytest.mark.parametrize("method", ["joint", "alps", "sparsegpt", "wanda"])
+def test_a_matrix_that_is_no_second_moment_is_an_error(method):
+    """A triangle of H gave alps a hundred times the error, and an input with H_jj < 0 counted as always zero."""
+    weight, h = oracles.problem(8, 16)
+    negative = h.clone()
+    negative[3, 3] = -1
+    for wrong in (h.triu(), negative):
+        with pytest.raises(FactorizationError, match="is not symmetric, or .*; compute it again from the activations"):
+            hasslefree.decompose(weight, Gram(wrong, 1), "2:4", 0, method=method)
+    rounded = h * (1 + 1e-5 * torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))
+    found = hasslefree.decompose(weight, Gram(rounded, 1), "2:4", 0, method=method)
+    assert found.relative_error == pytest.approx(
+        oracles.loss(weight - found.sparse, h) / oracles.loss(weight, h), rel=1e-2
+    )
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0, 0)])
+@pytest.mark.parametrize("method", ["joint", "joint-grid"])
+def test_a_weight_without_entries_is_an_error(shape, method):
+    with pytest.raises(ShapeError, match=f"has no entries: its shape is {re.escape(str(shape))}"):
+        hasslefree.decompose(torch.zeros(shape), None, "2:4", 0, method=method)
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.int32, torch.int8, torch.bool])
 def test_a_weight_that_is_not_of_floats_is_an_error(dtype):
     """The imaginary part of a complex weight was dropped without a word, and a bool weight became bools again."""
@@ -151,6 +175,12 @@ def test_a_weight_that_has_the_pattern_stays_as_it_is(name):
     assert not any(
         "S = W" in r for r in hasslefree.decompose(weight, gram, suited(name, "1:4", 6), method=name).remarks
     )
+
+
+def test_a_tiny_entry_of_a_weight_that_has_the_pattern_stays():
+    """Its square is zero in float32."""
+    weight = torch.tensor([[1.0, 0.0, 1e-25, 0.0]])
+    assert torch.equal(hasslefree.decompose(weight, None, "2:4", 0).sparse, weight)
 
 
 def test_a_layer_whose_inputs_cancel_has_no_error_that_could_be_measured():

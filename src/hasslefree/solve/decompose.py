@@ -27,6 +27,10 @@ DATA_FREE = (
 )
 
 
+# The largest difference between H and Hᵀ that counts as rounding, over the largest entry of H.
+ASYMMETRY = 1e-3
+
+
 @dataclass(frozen=True)
 class _Given(Checked):
     """The arguments whose types are checked before anything is computed."""
@@ -101,13 +105,18 @@ def checked_gram(weight: Tensor, gram: Gram) -> Gram:
     """The Gram in the working dtype of a weight and on its device.
 
     Raises:
-        ShapeError: weight and Gram do not match.
+        ShapeError: weight and Gram do not match, or the weight has no entries.
         NonFiniteError: one of them contains NaN or Inf, or the Gram overflows the dtype.
+        FactorizationError: the Gram is no second moment.
     """
     if weight.ndim != 2 or weight.shape[1] != len(gram.matrix):
         raise ShapeError(
             "weight and Gram matrix do not match: expected shapes (out, in) and (in, in), got "
             f"{tuple(weight.shape)} and {tuple(gram.matrix.shape)}"
+        )
+    if not weight.numel():
+        raise ShapeError(
+            f"the weight has no entries: its shape is {tuple(weight.shape)}; leave the layer out"
         )
     if not torch.isfinite(weight).all():
         raise NonFiniteError(
@@ -124,7 +133,24 @@ def checked_gram(weight: Tensor, gram: Gram) -> Gram:
             "the Gram matrix (XᵀX of the layer's inputs) overflows"
             f" {dtype_name(gram.matrix)}; scale the activations down, or pass the weight in float64"
         )
+    check_second_moment(gram)
     return gram
+
+
+def check_second_moment(gram: Gram) -> None:
+    """Raise FactorizationError if H has a negative diagonal entry or is not symmetric.
+
+    A factorisation would read one of its triangles, and the loss both.
+    """
+    largest = gram.diagonal.amax()
+    asymmetry = (gram.matrix - gram.matrix.T).abs_().amax()
+    if gram.diagonal.amin() >= 0 and asymmetry <= ASYMMETRY * largest:
+        return
+    raise FactorizationError(
+        f"the Gram matrix (XᵀX of the layer's {len(gram.matrix)} inputs) is not symmetric, or its"
+        " diagonal has negative entries; compute it again from the activations"
+        " (Gram.from_activations)"
+    )
 
 
 def solve_layer(
@@ -252,7 +278,7 @@ def unchanged(
     kept = pattern.kept(weight.shape)
     if torch.count_nonzero(weight) > kept:
         return None
-    if ((weight != 0) & ~pattern.mask(weight.square())).any():
+    if ((weight != 0) & ~pattern.mask(weight.abs())).any():  # a square may be zero
         return None
     remarks: tuple[str, ...] = ()
     if kept < weight.numel():
