@@ -73,6 +73,7 @@ def counted(before):
     def tokenizer(text, verbose, add_special_tokens=True):
         return {"input_ids": before * add_special_tokens + [int(c) for c in text]}
 
+    tokenizer.bos_token = None
     return tokenizer
 
 

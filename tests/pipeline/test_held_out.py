@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from hasslefree.checkpoint.resume import Unfinished
 from hasslefree.demo.run import MODEL
 from hasslefree.models.load import load_on_disk
 from hasslefree.pipeline import held_out, training
+from hasslefree.pipeline.text import Texts
 from hasslefree.planning.schedule import HELD_OUT_SEGMENTS
 from hasslefree.texts.segments import disjoint_segments, draw_segments
 from hasslefree.texts.sources import calibration_documents
@@ -34,7 +36,8 @@ ENDS = {"method": None, "pattern": "dense", "bits": 4, "rank": 0, "embedding_bit
 class Numbers:
     """A tokenizer of numbers."""
 
-    chat_template, bos_token_id = None, 1
+    chat_template = bos_token = None
+    bos_token_id = 1
 
     def __call__(self, text, **options):
         return {"input_ids": numbers(text)}
@@ -242,6 +245,18 @@ def test_text_that_the_model_writes_is_held_out_too(recipe, read, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     expected = transformers_perplexity(model, read[0][HELD_OUT_SEGMENTS:])
     assert report.held_out_code["dense"] == pytest.approx(expected, rel=1e-3)  # the run's model is in bfloat16
+
+
+def test_code_that_was_read_is_not_held_out(monkeypatch):
+    """Oracle: every eight tokens of a text that holds the first of two modules of the library."""
+    modules = [" ".join(map(str, range(start, start + 200))) for start in (0, 1000)]
+    monkeypatch.setattr(held_out, "library_documents", lambda held_out: modules)
+    resolved = Recipe(rank=2, method="eora", calibration="self").resolve()
+    job = SimpleNamespace(tokenizer=Numbers(), resolved=dataclasses.replace(resolved, first_token=False))
+    used = torch.arange(200)[None, 4:].unfold(1, SEQLEN, SEQLEN)[0]
+    found = held_out.code_segments(job, Texts({"a.jsonl": 1.0}, {}), 10, used)
+    assert len(found) == 10
+    assert (found >= 1000).all()
 
 
 @pytest.mark.parametrize(("after", "undone"), [(0.99, True), (1e-9, False)])

@@ -1,6 +1,8 @@
 """The calibration text of a run, of several texts."""
 
+import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import hasslefree
 from hasslefree import Recipe
 from hasslefree.checkpoint.record import command_of, read_record
 from hasslefree.demo.run import MODEL
-from hasslefree.errors import CalibrationError, CheckpointError
+from hasslefree.errors import CalibrationError, CheckpointError, ModelError
 from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.pipeline.text import another_part, draw, read_texts
 from hasslefree.texts.segments import draw_segments
@@ -149,6 +151,32 @@ def test_a_text_that_lacks_its_share_is_named(files):
         drawn(recipe)
 
 
+def test_a_text_whose_share_is_less_than_a_segment_is_named(files, caplog):
+    recipe = Recipe(
+        rank=2, method="eora", calibration=[f"{files[0]}:95%", f"{files[1]}:5%"], samples=4, seqlen=SEQLEN
+    )  # fmt: skip
+    assert kinds(drawn(recipe)[0]) == [0, 0, 0, 0]
+    assert f"reads nothing of {files[1]}: 5 % of 4 samples are less than one; use more samples" in caplog.text
+    caplog.clear()
+    drawn(dataclasses.replace(recipe, samples=40))
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("number", [0, 59])
+def test_a_token_that_the_embedding_lacks_is_named_before_the_work(number, files, tmp_path):
+    """In the document that is drawn first, and in the one that only the training reads."""
+    rows = [json.loads(line)["text"] for line in Path(files[0]).read_text().splitlines()]
+    row = int(torch.randperm(60, generator=torch.Generator().manual_seed(0))[number])
+    rows[row] = " ".join(40 * ["63"])
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    calibration = str(tmp_path / "text.jsonl")
+    recipe = Recipe(
+        rank=2, method="eora", calibration=calibration, samples=8, seqlen=SEQLEN, match_predictions=64
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="token id 63, '63', is outside the model's vocabulary"):
+        hasslefree.compress(build("llama", vocab_size=60), tmp_path / "out", recipe, tokenizer=number_tokenizer())
+
+
 @pytest.fixture
 def offline(monkeypatch):
     def fail(**_):
@@ -208,5 +236,5 @@ def test_a_template_that_fails_is_a_sentence(tmp_path):
     tokenizer = load_tokenizer(str(MODEL))
     tokenizer.chat_template = "{{ raise_exception('no such role') }}"
     recipe = Recipe(rank=2, method="eora", calibration=chats(tmp_path), samples=4, seqlen=16)
-    with pytest.raises(CheckpointError, match="chat template .* cannot be used: no such role"):
+    with pytest.raises(CheckpointError, match="cannot write messages of user, assistant: no such role"):
         drawn(recipe, tokenizer)

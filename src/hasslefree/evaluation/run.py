@@ -28,7 +28,7 @@ from hasslefree.models.load import check_ids, load_model, resolve_seqlen
 from hasslefree.models.probe import sees_later_tokens
 from hasslefree.models.tokenizer import (
     encode,
-    is_rendered,
+    is_begun,
     load_tokenizer,
     surrounding_tokens,
     written,
@@ -402,7 +402,7 @@ def text_perplexity(
     with phases.phase(f"reading {name}"):
         documents = evaluation_documents(text)
         joined = protocol.joiner.join(written(tokenizer, document) for document in documents)
-        special_tokens = protocol.special_tokens and not is_rendered(tokenizer, documents[0])
+        special_tokens = protocol.special_tokens and not is_begun(tokenizer, documents[0], joined)
         tokens = encode(tokenizer, joined, max_tokens, special_tokens)
     check_ids(model, tokens, tokenizer)
     result = perplexity(

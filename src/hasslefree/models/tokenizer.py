@@ -1,6 +1,8 @@
 """Load a tokenizer, and tokenise texts and chats with it."""
 
+import re
 from contextlib import AbstractContextManager
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,11 @@ from hasslefree.models.load import loading, no_model
 from hasslefree.models.names import check_name
 from hasslefree.texts.files import Document, Joined
 from hasslefree.texts.sources import PIECE, WIDEST
+
+# The date in texts, which Llama's templates write where there is no clock; and where a template
+# writes that of today.
+DAY = date(2024, 7, 26)
+_TODAY = re.compile(r"""strftime_now\((?P<quote>['"])(?P<format>.*?)(?P=quote)\)""")
 
 
 def tokenizing(name: str) -> AbstractContextManager[None]:
@@ -98,30 +105,48 @@ def begin_with(segments: Tensor, first: list[int]) -> Tensor:
 def written(tokenizer: Any, document: Document) -> str:
     """A document as text: a conversation in the chat template of the tokenizer.
 
-    Without a template its messages are paragraphs.
+    Without a template its messages are paragraphs. A template that writes the date writes that of
+    `DAY`: the same run has the same text tomorrow, when it may be resumed.
     """
     if isinstance(document, str):
         return document
     if tokenizer.chat_template is None:
         return "\n\n".join(message["content"] for message in document)
-    return rendered(tokenizer, document)
+    if "strftime_now" not in str(tokenizer.chat_template):
+        return rendered(tokenizer, document)
+    template = _TODAY.sub(
+        lambda match: repr(DAY.strftime(match["format"])), tokenizer.get_chat_template()
+    )
+    return rendered(tokenizer, document, chat_template=template)
 
 
 def encode_document(tokenizer: Any, document: Document | Joined) -> Tensor:
-    """Tokenise a document: (tokens,) int64. A chat template writes its special tokens itself.
+    """Tokenise a document: (tokens,) int64.
 
-    Documents that are joined have the token that ends texts between them, as the tokenizer puts it
-    there or as we do, but for conversations in a template.
+    Documents that are joined have the token that ends texts between them, as the tokenizer or the
+    text puts it there, or as we do, but for conversations in a template.
     """
-    if isinstance(document, tuple):
-        rows = [encode_document(tokenizer, row) for row in document]
-        end = tokenizer.eos_token_id
-        _, last = surrounding_tokens(tokenizer)
-        if end is not None and not last and not is_rendered(tokenizer, document[0]):
-            rows = [torch.cat([row, torch.tensor([end])]) for row in rows]
-        return torch.cat(rows)
-    special_tokens = not is_rendered(tokenizer, document)
-    return encode(tokenizer, written(tokenizer, document), special_tokens=special_tokens)
+    if not isinstance(document, tuple):
+        text = written(tokenizer, document)
+        return encode(tokenizer, text, special_tokens=not is_begun(tokenizer, document, text))
+    end = tokenizer.eos_token_id
+    _, last = surrounding_tokens(tokenizer)
+    parts: list[Tensor] = []
+    for row in document:
+        tokens = encode_document(tokenizer, row)
+        parts.append(tokens)
+        is_ended = last or is_rendered(tokenizer, row) or tokens[-1:].tolist() == [end]
+        if end is not None and not is_ended:
+            parts.append(torch.tensor([end]))
+    return torch.cat(parts)
+
+
+def is_begun(tokenizer: Any, document: Document, text: str) -> bool:
+    """Say whether the text of a document has its special tokens: a chat template writes them, and
+    rows that were rendered before begin with the first one.
+    """
+    first = tokenizer.bos_token
+    return is_rendered(tokenizer, document) or bool(first and text.startswith(first))
 
 
 def is_rendered(tokenizer: Any, document: Document) -> bool:
@@ -131,7 +156,8 @@ def is_rendered(tokenizer: Any, document: Document) -> bool:
 
 def rendered(tokenizer: Any, messages: list[dict[str, str]], **options: Any) -> str:
     """Render messages by the chat template of a tokenizer. options: of `apply_chat_template`."""
-    what = f"the chat template of {tokenizer.name_or_path} cannot be used"
-    with loading(what, "correct it or remove it"):
+    roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+    what = f"the chat template of {tokenizer.name_or_path} cannot write messages of {roles}"
+    with loading(what, "give other messages, or correct or remove it"):
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
         return text

@@ -71,7 +71,7 @@ class Check:
                 " too much, to hold some of it out"
             )
             return None
-        of_code = code_segments(job, texts, len(segments), seqlen)
+        of_code = code_segments(job, texts, len(segments), used)
         segments = torch.cat([segments, of_code])
         check_segments(walk.model, segments, ALONE)
         return cls(walk, segments.to(walk.weights.device), len(of_code))
@@ -162,21 +162,20 @@ class Check:
         return logits[: self.segments.shape[1] - 1 - first].float()
 
 
-def code_segments(
-    job: Job,
-    texts: Texts,
-    count: int,
-    seqlen: int,
-) -> Tensor:
+def code_segments(job: Job, texts: Texts, count: int, used: Tensor) -> Tensor:
     """Segments of modules of Python's library, (count or fewer, seqlen) int64; none, with a
     warning, where they cannot be had, and none if most of what the run reads is other modules.
+
+    Args:
+        used: as for `Check.of`; texts of code may contain modules of the library.
     """
+    seqlen = used.shape[1]
     nothing = torch.empty(0, seqlen, dtype=torch.int64)
     if texts.shares.get(PYTHON, 0) > 0.5:
         return nothing
     try:
         documents = library_documents(held_out=True)
-        many = another_part(documents, job.tokenizer, job.resolved, SPREAD * count, seqlen, None)
+        many = another_part(documents, job.tokenizer, job.resolved, SPREAD * count, seqlen, used)
     except HasslefreeError as error:
         logger.warning("no perplexity is measured on code: %s", error)
         return nothing

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from hasslefree.errors import CalibrationError, MemoryShortError, option
 from hasslefree.models.calls import replaced
 from hasslefree.models.load import check_ids, load_model
-from hasslefree.models.tokenizer import encode, rendered, surrounding_tokens
+from hasslefree.models.tokenizer import encode, surrounding_tokens, written
 from hasslefree.planning.machine import free_memory
 from hasslefree.units import size
 
@@ -118,7 +118,7 @@ def beginning(tokenizer: Any) -> list[int]:
     first, _ = surrounding_tokens(tokenizer)
     if tokenizer.chat_template is not None:
         mark = "QUESTION"
-        text = rendered(tokenizer, [{"role": "user", "content": mark}]).partition(mark)[0]
+        text = written(tokenizer, [{"role": "user", "content": mark}]).partition(mark)[0]
         ids: list[int] = encode(tokenizer, text, special_tokens=False).tolist()
         if ids[: len(first)] != first:  # not every template writes them
             ids = first + ids

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hasslefree.errors import CalibrationError, HasslefreeError
-from hasslefree.models.load import resolve_seqlen
+from hasslefree.models.load import check_ids, resolve_seqlen
 from hasslefree.models.tokenizer import begin_with, encode_document, surrounding_tokens, written
 from hasslefree.models.walk import Walk
 from hasslefree.pipeline.self_text import check_writer, whole_model, written_segments
@@ -99,6 +99,10 @@ def draw(
 
     Returns:
         Token ids (samples, seqlen), int64; segments of several texts are mixed.
+
+    Raises:
+        CalibrationError: a text is too short.
+        ModelError: a token is outside the model's vocabulary.
     """
     seqlen = resolve_seqlen(model, recipe.seqlen)
     device = device or model.device
@@ -126,7 +130,18 @@ def draw(
                 raise error.within(f"text {name}, {share}") from None
             return begin_with(segments, first_tokens(tokenizer, recipe))
 
-        return mixed(texts, recipe.samples, recipe.seed, segments_of)
+        segments = mixed(texts, recipe.samples, recipe.seed, segments_of)
+    check_ids(model, segments, tokenizer)
+    for name, tokens in texts.tokens(segments).items():
+        if not tokens:
+            logger.warning(
+                "the calibration reads nothing of %s: %.3g %% of %d samples are less than one;"
+                " use more samples",
+                name,
+                100 * texts.shares[name],
+                recipe.samples,
+            )
+    return segments
 
 
 def long_enough(
@@ -185,6 +200,9 @@ def more_text(
 
     Returns:
         Token ids (`count` or fewer, seqlen), int64.
+
+    Raises:
+        ModelError: one is outside the model's vocabulary.
     """
 
     def segments_of(name: str, count: int) -> Tensor:
@@ -197,7 +215,9 @@ def more_text(
 
     name = REFERENCE_TEXT if used is None else HELD_OUT_TEXT
     with walk.phases.phase(name, count, "segments") as phase:
-        return mixed(texts, count, recipe.seed, segments_of)
+        segments = mixed(texts, count, recipe.seed, segments_of)
+    check_ids(walk.model, segments, tokenizer)
+    return segments
 
 
 def another_part(
