@@ -170,6 +170,15 @@ def test_llama_cpp_s_types_follow_the_length_of_rows():
     assert {layer.rank for layer in plan.values()} == {8}
 
 
+def test_embedding_and_head_have_the_largest_type_of_llama_cpp_with_the_layers():
+    """Q8_0, in which all matrices take 8.5 bits; Q5_1 is none of the types from which a size chooses."""
+    model = build("llama", torch.bfloat16, hidden_size=64, intermediate_size=256)
+    resolved = Recipe(engine="llama.cpp", size="8.6bits", allocate="uniform").resolve(with_text=False)
+    plan = plan_of(model, select(find_blocks(model), resolved), resolved)
+    assert {block_of(matrix.grid) for matrix in plan.ends.values()} == {"Q8_0"}
+    assert {block_of(matrix.grid) for matrix in plan.layers} == {"Q8_0"}
+
+
 def test_a_recipe_in_a_file_needs_no_text_if_the_segments_are_given(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text(f"rank: 2\nmethod: eora\ncalibration: {tmp_path / 'missing.txt'}\n")

@@ -27,8 +27,13 @@ from hasslefree.recipe.engines import block_of
 
 # The zero of the codes of a block without a minimum.
 ZEROS = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 0}
-# Metadata that the writer adds itself.
-REPLACED = ("general.architecture", "general.quantization_version", "general.file_type")
+# Metadata that the writer adds itself, and that of the template's own bytes.
+REPLACED = (
+    "general.architecture",
+    "general.quantization_version",
+    "general.file_type",
+    "general.alignment",
+)
 Layers = dict[str, Coded]
 # The ending of a destination that is a file, and the beginning of a Modelfile.
 SUFFIX = ".gguf"

@@ -106,7 +106,7 @@ class Resolved(Fields):
         """True if each layer gets one of llama.cpp's own types; `grids` are then those for rows
         that BLOCK divides.
         """
-        return self.solver.grid is not None and self.solver.grid.block is not None
+        return takes_types(self)
 
     @property
     def end_grids(self) -> tuple[Grid, ...]:
@@ -476,7 +476,7 @@ def end_grid(recipe: Fields, grid: Grid | None, bits: int) -> Grid:
     Args:
         grid: of the layers; None if they have none.
     """
-    if grid is not None and grid.block is not None:
+    if takes_types(recipe):
         return next(held for held in WIDE_TYPES if held.bits >= bits)
     symmetric = bool(recipe.symmetric)
     return dataclasses.replace(grid or Grid(), bits=bits, symmetric=symmetric, offset=not symmetric)
