@@ -4,6 +4,7 @@ import json
 import os
 import struct
 import sys
+import zlib
 
 import numpy as np
 import pytest
@@ -37,7 +38,8 @@ def compressed(folder, changes=None, dtype=torch.bfloat16, **recipe):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
-                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+                seed = zlib.crc32(name.encode())
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
     dense = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     fields = {"method": "joint-grid", "effort": "fast", "rank": 2, "group_size": 32, "scale_bits": 16} | recipe
     hasslefree.compress(model, folder, Recipe(**fields), segments=segments())
@@ -165,7 +167,7 @@ def test_templates_of_other_types(tmp_path, kind, rank):
 
 def test_layers_of_several_ranks_get_an_alpha_of_0(work, tmp_path):
     """llama.cpp: `alpha ? adapter_scale * alpha / rank : adapter_scale`."""
-    dense = compressed(tmp_path / "packed", leave_dense=("*.v_proj", "*.0.*.q_proj"))
+    dense = compressed(tmp_path / "packed", leave_dense=("*.v_proj",))
     layer = "model.layers.1.mlp.up_proj"
     lower_rank(tmp_path / "packed", layer)
     write_template(tmp_path / "template.gguf", dense)
@@ -178,6 +180,15 @@ def test_layers_of_several_ranks_get_an_alpha_of_0(work, tmp_path):
     assert adapter[f"{layer}.lora_a"].shape == (64, 2)
     u, v = in_float32(tmp_path / "packed")[layer].factors()
     assert torch.equal(adapter[f"{layer}.lora_a"].float() @ adapter[f"{layer}.lora_b"].float(), (u @ v).T)
+
+
+def test_biases_of_dense_layers_are_in_the_order_of_their_rows(tmp_path):
+    dense = compressed(tmp_path / "packed", leave_dense=("*.0.*.q_proj",), rank=0)
+    write_template(tmp_path / "template.gguf", dense)
+    hasslefree.export(tmp_path / "packed", tmp_path / "out", "gguf", template=tmp_path / "template.gguf")
+    name = "model.layers.0.self_attn.q_proj.bias"
+    found = read(tmp_path / "out" / "model.gguf")[1]
+    assert np.array_equal(found[renamed(name)], permuted(name, dense[name].float().numpy()))
 
 
 def lower_rank(folder, layer):
@@ -518,4 +529,8 @@ def test_rows_are_found_in_any_order():
     twice = theirs.clone()
     twice[1] = twice[0]
     assert row_order(ours, twice) is None
+    ours[order[7]] = 0.3 * theirs[7] + 0.6 * torch.randn(64, generator=generator)  # as with two bits
+    assert (ours[order[7]] - theirs[7]).square().sum() > 0.6 * theirs[7].square().sum()
+    assert torch.equal(row_order(ours, theirs), order)
+    assert row_order(ours + 1.5 * torch.randn(300, 64, generator=generator), theirs) is None
     assert torch.equal(nearest_rows(theirs, ours), order)

@@ -134,17 +134,29 @@ def find_places(
     trained = record.predictions is not None  # vectors of blocks too
     changed: dict[str, Tensor] = {}
     for name, tensor in plain.items():
-        if tensor.ndim != 2:
+        owner = places.get(f"{name.removesuffix('bias')}weight")
+        if owner is not None:
+            changed |= find_bias(template, name, owner, tensor, trained=False)
+        elif tensor.ndim != 2:
             moved = trained and begin(name) in blocks
             changed |= find_vector(template, name, blocks.get(begin(name), ""), tensor, moved)
     for name, coded in layers.items():
-        bias = coded.layer.bias
-        if bias is not None:
-            place = places[name]
-            theirs = place.name.removesuffix("weight") + "bias"
-            ours = place.ordered(bias.detach())
-            changed |= find_vector(template, f"{name}.bias", theirs, ours, trained)
+        if coded.layer.bias is not None:
+            bias = coded.layer.bias.detach()
+            changed |= find_bias(template, f"{name}.bias", places[name], bias, trained)
     return places, changed
+
+
+def find_bias(
+    template: Template,
+    name: str,
+    place: Place,
+    ours: Tensor,
+    trained: bool,
+) -> dict[str, Tensor]:
+    """As `find_vector`, for the bias of a matrix at this place: its rows have the same order."""
+    theirs = place.name.removesuffix("weight") + "bias"
+    return find_vector(template, name, theirs, place.ordered(ours), trained)
 
 
 def begin(name: str) -> str:

@@ -29,6 +29,8 @@ LIKE = 0.5
 # row's squares; and a vector that was trained, if its distance is at most this share of the norm
 # there.
 NEAR = 0.5
+# The share of rows that are so near if the rows of two matrices are mutually nearest.
+MOST = 0.9
 # Rows that differ by less than this share of their norm are alike, but for rounding.
 ROUNDING = 2**-7
 # Rows that are compared with all others at once.
@@ -179,23 +181,23 @@ def row_order(ours: Tensor, theirs: Tensor) -> Tensor | None:
     not clear.
     """
     same = torch.arange(len(ours))
-    if in_place(ours, theirs):
+    if in_place(ours, theirs).all():
         return same
     nearest = nearest_rows(theirs, ours)
     back = nearest_rows(ours, theirs)
-    if torch.equal(back[nearest], same) and in_place(ours[nearest], theirs):
+    # With two bits, single rows may be farther from their own than `NEAR`.
+    if torch.equal(back[nearest], same) and in_place(ours[nearest], theirs).float().mean() > MOST:
         return nearest
     return None
 
 
-def in_place(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether each row of ours is near the same row of theirs. A row of zeros is near what is
-    almost zero.
+def in_place(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Whether each row of ours is near the same row of theirs: (rows,) bool. A row of zeros is near
+    what is almost zero.
     """
     energy = theirs.square().sum(1)
-    return bool(
-        ((ours - theirs).square().sum(1) <= NEAR * energy + ROUNDING**2 * energy.mean()).all()
-    )
+    distance = (ours - theirs).square().sum(1)
+    return distance <= NEAR * energy + ROUNDING**2 * energy.mean()
 
 
 def nearest_rows(rows: Tensor, among: Tensor) -> Tensor:
