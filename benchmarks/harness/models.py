@@ -23,7 +23,7 @@ from harness import texts as kinds
 from harness.record import mean, write
 from hasslefree import Recipe
 from hasslefree.demo.run import CALIBRATION, MODEL, run_demo
-from hasslefree.evaluation.harness import evaluate_tasks
+from hasslefree.evaluation.harness import evaluate_tasks, load_tasks
 from hasslefree.evaluation.run import perplexity, text_perplexity
 from hasslefree.evaluation.tasks import TASKS, check_tasks
 from hasslefree.models.blocks import find_blocks
@@ -202,9 +202,8 @@ def fill(
 def zero_shot(model: str, tasks: list[str], limit: int | None, task_data: Path, dtype: str = "float32") -> Row:
     """The accuracy of a model, dense or compressed, on every task."""
     check_tasks(tasks, task_data)
-    found: Row = evaluate_tasks(
-        loaded(model, dtype), load_tokenizer(model), tasks, batch=16, limit=limit, folder=task_data
-    )
+    checked = load_tasks(tasks, task_data, limit, Phases())
+    found: Row = evaluate_tasks(loaded(model, dtype), load_tokenizer(model), checked, batch=16, limit=limit)
     return found
 
 

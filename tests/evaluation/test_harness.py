@@ -210,6 +210,11 @@ def test_each_task_is_handed_over_as_it_comes(rows):
     assert kept[1] == found
 
 
+def test_two_models_answer_the_same_tasks(rows):
+    found = evaluate(str(MODEL), tasks=["winogrande"], task_data=rows, dense=str(MODEL), device="cpu")
+    assert found["dense"]["tasks"] == found["tasks"]
+
+
 def test_a_cache_that_cannot_be_used(tmp_path, rows):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot be used .*cache="):

@@ -3,6 +3,7 @@
 import pytest
 
 from hasslefree.errors import TaskError, UnknownNameError
+from hasslefree.evaluation.run import evaluate
 from hasslefree.evaluation.tasks import TASKS, check_harness, check_tasks, load_task
 from tests.evaluation.task_rows import ROWS, write_rows
 
@@ -59,6 +60,12 @@ def test_a_row_without_a_right_answer_is_an_error(tmp_path, task, row, message):
     folder = write_rows(tmp_path, {task: [ROWS[task][0], row]})
     with pytest.raises(TaskError, match=message):
         load_task(task, folder, None)
+
+
+def test_every_row_is_checked_before_a_model_is_loaded(tmp_path):
+    folder = write_rows(tmp_path, {"piqa": [ROWS["piqa"][0], LACKING]})
+    with pytest.raises(TaskError, match="piqa.jsonl, row 2: no field sol2"):
+        evaluate(str(tmp_path / "no model"), tasks=["piqa"], task_data=folder)
 
 
 def test_only_the_rows_within_the_limit_are_checked(tmp_path):

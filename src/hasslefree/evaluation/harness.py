@@ -43,14 +43,21 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hasslefree"
 
 
+def load_tasks(
+    names: Sequence[str], folder: Path | None, limit: int | None, phases: Phases
+) -> dict[str, Any]:
+    """Load tasks by name, and check their rows: see `load_task`. phases: of the run."""
+    with quiet_harness(), phases.phase(TASK_DATA):
+        return {name: load_task(name, folder, limit) for name in names}
+
+
 def evaluate_tasks(
     model: PreTrainedModel,
     tokenizer: Any,
-    tasks: Sequence[str],
+    tasks: dict[str, Any],
     *,
     batch: int | None = None,
     limit: int | None = None,
-    folder: Path | None = None,
     cache: Path | None = None,
     phases: Phases | None = None,
     keep: Callable[[Scores], None] = lambda scores: None,
@@ -60,11 +67,10 @@ def evaluate_tasks(
     The model's answer is the choice with the largest log-likelihood after the question.
 
     Args:
-        tasks: names of `evaluation.tasks.TASKS`.
+        tasks: from `load_tasks`, with the same limit.
         batch: sequences at a time; None for the most that fit on a GPU, up to 64, and one on a CPU,
             where running out of memory would end the process. It changes scores by rounding alone.
         limit: use only the first rows of each task.
-        folder: with <task>.jsonl files, instead of the hub.
         cache: a folder that keeps every answer, from which an interrupted run continues; None for
             no cache.
         keep: called with the scores so far, after each task.
@@ -79,7 +85,6 @@ def evaluate_tasks(
     scores: Scores = {}
     with quiet_harness(), ExitStack() as stack:
         with phases.phase(TASK_DATA):
-            loaded = {name: load_task(name, folder, limit) for name in tasks}
             import lm_eval
             from lm_eval.models.huggingface import HFLM
 
@@ -93,11 +98,11 @@ def evaluate_tasks(
             answering = lm
             if file is not None:
                 answering = stack.enter_context(cached(lm, file))
-        answers = {name: count_answers(task, limit) for name, task in loaded.items()}
+        answers = {name: count_answers(task, limit) for name, task in tasks.items()}
         answered = 0
         with phases.phase(SCORING, sum(answers.values()), "answers") as phase:
             count_new_answers(lm, phase)
-            for name, task in loaded.items():
+            for name, task in tasks.items():
                 with loading("the tasks cannot be answered", DOWNLOAD_AGAIN):
                     results = lm_eval.evaluate(answering, {"tasks": {name: task}}, limit=limit)
                 scores[name] = task_scores(results, lm, name)

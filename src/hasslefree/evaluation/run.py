@@ -22,7 +22,7 @@ from hasslefree.bar import with_bar
 from hasslefree.checkpoint.record import KLRecord, kl_record, versions
 from hasslefree.core.predictions import Comparison
 from hasslefree.errors import CalibrationError, ModelError, NonFiniteError, option
-from hasslefree.evaluation.harness import Scores, evaluate_tasks
+from hasslefree.evaluation.harness import Scores, evaluate_tasks, load_tasks
 from hasslefree.evaluation.tasks import check_harness, check_tasks
 from hasslefree.models.load import check_ids, load_model, resolve_seqlen
 from hasslefree.models.probe import sees_later_tokens
@@ -272,7 +272,8 @@ def evaluate(
             `evaluate_tasks`.
         dtype, device, trust_remote_code: as for `load_model`.
         first_token: begin every window of a text with what the tokenizer puts before a text.
-        limit, task_data, cache: of the tasks; `limit`, `folder` and `cache` of `evaluate_tasks`.
+        limit, cache: of the tasks, as for `evaluate_tasks`.
+        task_data: a folder with <task>.jsonl files, instead of the hub.
         keep: called with the results so far, after each text and each task.
         progress: as for `hasslefree.compress`.
 
@@ -288,14 +289,16 @@ def evaluate(
     """
     for text in texts:
         check_text(text)
+    phases = Phases(progress)
     libraries = versions()
+    loaded: dict[str, Any] = {}
     if tasks:
         check_tasks(tasks, task_data)
         check_harness()
         libraries = versions("lm_eval")
+        loaded = load_tasks(tasks, task_data, limit, phases)
     if dense is not None:
         check_same_vocabulary(str(model), str(dense), trust_remote_code)
-    phases = Phases(progress)
     subjects: list[Subject] = []
     with phases.phase(LOADING):
         for name in (model, dense):
@@ -327,14 +330,13 @@ def evaluate(
         keep(results)
 
     for subject in subjects:
-        if tasks:
+        if loaded:
             evaluate_tasks(
                 subject.model,
                 subject.tokenizer,
-                tasks,
+                loaded,
                 batch=batch,
                 limit=limit,
-                folder=task_data,
                 cache=cache,
                 phases=phases,
                 keep=partial(subject.add_scores, limit, partial(keep, results)),
