@@ -391,6 +391,14 @@ def test_a_compression_ends_with_it(streamed, tmp_path):
     ]
 
 
+def test_a_training_that_is_undone_says_so(tmp_path, monkeypatch, caplog):
+    settings = Training(learning_rate=30.0, retreats=0)
+    monkeypatch.setattr("hasslefree.pipeline.training.Training", lambda: settings)
+    report = hasslefree.compress(build("llama"), tmp_path / "out", RECIPE, segments=segments(12, 16))
+    assert report.predictions["after"] == report.predictions["before"]
+    assert "fine-tuning is undone: on the segments that are held out of it" in caplog.text
+
+
 BLOCKS = {
     "bfloat16": ("llama", "bfloat16", {}),
     "float16": ("llama", "float16", {}),
