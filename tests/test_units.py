@@ -18,6 +18,13 @@ def test_durations_by_hand(seconds, text):
     assert duration(seconds) == text
 
 
+def test_a_size_is_that_of_its_decimal_digits():
+    """By hand; the nearest binary numbers are below."""
+    assert Size.parse("1.001kB") == Size(1001)
+    assert Size.parse("4.56bits").bytes_for(40_000) == 22_800
+    assert int(4.56 * 40_000 / 8) == 22_799
+
+
 def test_part_of_a_byte_is_no_size():
     """5.2 is meant as bits."""
     with pytest.raises(BudgetError, match=r"'5.2' has no unit; give size='5.2bits'"):

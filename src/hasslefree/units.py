@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from rich import box
@@ -56,12 +57,17 @@ class Size:
                 ("size",),
             )
         factors = {prefix.lower(): factor for prefix, factor in _PREFIXES.items()}
-        return cls(int(float(match[1]) * factors[match[2].lower()]))
+        # In binary, 1.001 · 1000 is below 1001.
+        return cls(int(Decimal(match[1]) * factors[match[2].lower()]))
 
     def __str__(self) -> str:
         if self.in_bits:
             return f"{self.amount:.4g} bits a weight"
         return size(int(self.amount))
+
+    def bytes_for(self, weights: int) -> int:
+        """The bytes of compressed layers with this number of weights, of a size in bits."""
+        return int(Decimal(repr(self.amount)) * weights / 8)
 
     @property
     def rounded_up(self) -> str:

@@ -424,7 +424,7 @@ def layer_room(model: torch.nn.Module, plan: Plan, resolved: Resolved) -> int:
             return Size(8 * taken / weights, True)
         return Size(rest + taken)
 
-    room = int(size.amount * weights / 8) if size.in_bits else int(size.amount) - rest
+    room = size.bytes_for(weights) if size.in_bits else int(size.amount) - rest
     if room >= dense:
         raise BudgetError(
             f"the uncompressed model takes {as_size(dense)}, which is already within the size of"
