@@ -219,3 +219,16 @@ def test_a_size_counts_the_weights_of_both(tmp_path):
     stored = sum(tensor.nbytes for tensor in tensors.values()) - record.other_bytes
     assert 7.5 < 8 * stored / record.dense_parameters <= 8
     assert record.dense_parameters == sum(layer.dense_bytes for layer in record.layers) / 2
+
+
+def test_a_given_rank_may_make_a_narrow_matrix_larger_than_dense(tmp_path):
+    """k_proj of 32×64 with rank 28. Oracle: the bytes of the tensors."""
+    model = build("llama", torch.bfloat16, hidden_size=64, intermediate_size=512, num_hidden_layers=1)
+    record = hasslefree.compress(
+        model, tmp_path / "out", Recipe(size="12bits", rank=28, effort="fast"), segments=segments()
+    )
+    layers = [layer for layer in record.layers if "layers" in layer.name]
+    assert {layer.spec.rank for layer in layers} == {28}
+    assert any(layer.bytes > layer.dense_bytes for layer in layers)
+    stored = sum(tensor.nbytes for tensor in tensors_of(tmp_path / "out").values()) - record.other_bytes
+    assert 8 * stored / record.dense_parameters <= 12

@@ -179,6 +179,12 @@ def test_embedding_and_head_have_the_largest_type_of_llama_cpp_with_the_layers()
     assert {block_of(matrix.grid) for matrix in plan.layers} == {"Q8_0"}
 
 
+def test_a_rank_with_which_no_size_is_possible_is_the_problem():
+    """The least size is larger than the dense model, so that it would be refused too."""
+    with pytest.raises(BudgetError, match="rank 32.; the uncompressed model takes less; give a smaller .*rank"):
+        layers_of(build("llama", torch.bfloat16, hidden_size=64), engine="llama.cpp", size="12bits", rank=32)
+
+
 def test_a_recipe_in_a_file_needs_no_text_if_the_segments_are_given(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text(f"rank: 2\nmethod: eora\ncalibration: {tmp_path / 'missing.txt'}\n")

@@ -284,7 +284,8 @@ def grid_options(
             if rank < len(undone):
                 bits = resolved.factor_bits
                 candidate = dataclasses.replace(plan, grid=grid, rank=rank, factor_bits=bits)
-                if candidate.size <= candidate.dense_size:
+                # A rank that is given may make a narrow matrix larger than the dense one.
+                if resolved.rank_on_grids or candidate.size <= candidate.dense_size:
                     plans.append(candidate)
     return GridOptions(plans, losses), most * rate
 
