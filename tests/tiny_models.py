@@ -42,6 +42,9 @@ OTHERS: dict[str, dict] = {
     "falcon_mamba": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 2, "time_step_rank": 4},
     "falcon": ROTARY | {"new_decoder_architecture": True, "num_kv_heads": 2},  # a linear layer of its own kind
     "flint": ROTARY | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": []},
+    # stored buffers
+    "minimax": ROTARY
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["linear_attention", "full_attention"]},
     "rwkv": {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64},
 }
 

@@ -124,3 +124,18 @@ def test_allocation_and_training_take_mixtures(how, tmp_path):
     assert len([layer for layer in report.layers if ".experts." in layer.name]) == 2 * 4 * 3
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(logits(loaded, segments()), logits(model, segments()), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("qwen3_moe", {}),
+        ("aria_text", {}),
+        ("gemma4_text", {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}),
+    ],
+)
+def test_an_expert_sees_the_tokens_that_are_routed_to_it(family, sizes):
+    """Of 4 experts, each token chooses 2, under whichever name the configuration says so."""
+    model = build(family, **sizes)
+    split_experts(model)
+    assert {module.chosen for module in split(model)} == {2}

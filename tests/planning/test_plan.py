@@ -14,9 +14,9 @@ from hasslefree.errors import BudgetError, GridError, ModelError, PatternError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.experts import split_experts
 from hasslefree.models.sites import find_sites
-from hasslefree.planning.plan import make_plan, plan_of, select
+from hasslefree.planning.plan import make_plan, plan_of, select, weights_on_disk
 from hasslefree.recipe.engines import block_of
-from tests.tiny_models import build, segments
+from tests.tiny_models import build, segments, tensors_of
 
 # Every default, within a size and without one.
 RECIPES = [{"scale_bits": 16}, {"size": "6bits"}, {"bits": 4, "rank": 8}, {"pattern": "2:4", "rank": 8}]
@@ -197,3 +197,16 @@ def test_the_plan_is_made_from_shapes():
         model = build("llama")
     resolved = Recipe(rank=2).resolve(with_text=False)
     assert len(make_plan(select(find_blocks(model), resolved), resolved).layers) == 14
+
+
+@pytest.mark.parametrize("family", ["minimax", "gpt2"])
+def test_the_planned_bytes_are_those_of_the_tensors_in_the_files(family, tmp_path):
+    """MiniMax stores the decays of its linear attention as buffers, and GPT-2 ties its head."""
+    model = build(family)
+    recipe = Recipe(pattern="2:4", rank=2, method="eora")
+    split_experts(model)
+    resolved = recipe.resolve(with_text=False)
+    plan = plan_of(model, select(find_blocks(model), resolved), resolved)
+    planned = weights_on_disk(model, plan)
+    hasslefree.compress(model, tmp_path / "out", recipe, segments=segments())
+    assert planned == sum(tensor.nbytes for tensor in tensors_of(tmp_path / "out").values())

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hasslefree.models.calls import replaced
 
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_top_k")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
 
 
 @dataclass(frozen=True)

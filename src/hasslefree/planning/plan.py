@@ -474,6 +474,10 @@ def bytes_on_disk(model: torch.nn.Module, plan: Plan) -> int:
 
 
 def weights_on_disk(model: torch.nn.Module, plan: Plan) -> int:
-    """The size of all weights: what stays dense, and the packed layers."""
-    dense = sum(parameter.nbytes for parameter in model.parameters())
-    return dense + sum(matrix.size - matrix.dense_size for matrix in plan.matrices)
+    """The size of all tensors in the files: what stays dense, and the packed layers.
+
+    Stored buffers count: each block of MiniMax has one of heads × 256 × 256 numbers.
+    """
+    # Tied parameters are one object under two names.
+    stored = {id(tensor): tensor.nbytes for tensor in model.state_dict(keep_vars=True).values()}
+    return sum(stored.values()) + sum(matrix.size - matrix.dense_size for matrix in plan.matrices)
