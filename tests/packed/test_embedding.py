@@ -2,9 +2,11 @@
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch import nn
 
 from hasslefree import Grid, JointOnGrid, decompose
@@ -14,7 +16,7 @@ from hasslefree.errors import GridError
 from hasslefree.packed.embedding import PackedEmbedding, TiedHead
 from hasslefree.packed.kernels.int4 import without_cpu
 from hasslefree.packed.kernels.interleaved import interleaved, rows_of
-from hasslefree.packed.linear import use_backend
+from hasslefree.packed.linear import SparseLowRankLinear, use_backend
 
 GRIDS = {
     "3 bits": Grid(3, 16, offset=True),
@@ -119,3 +121,85 @@ def test_rows_that_are_not_stored_one_by_one_are_refused(grid):
         result = decompose(matrix, pattern="dense", rank=0, method=JointOnGrid(grid))
     with pytest.raises(GridError, match="an embedding is stored on a symmetric grid, or one with offsets"):
         PackedEmbedding.from_decomposition(result, None, "dense")
+
+
+@pytest.mark.parametrize("backend", ["dense", "unpacked"])
+@pytest.mark.parametrize("wrong", [-1, ROWS])
+def test_an_id_outside_the_vocabulary_is_an_error(wrong, backend):
+    """Oracle: torch's embedding."""
+    layer, matrix = embedding(GRIDS["4 bits"])
+    use_backend(layer, backend)
+    for module in (nn.Embedding.from_pretrained(matrix), layer):
+        with pytest.raises(IndexError):
+            module(torch.tensor([3, wrong]))
+
+
+def test_the_weight_has_the_rows_of_the_vocabulary():
+    """Transformers reads the size of an embedding there, also where the scales have units: one a row."""
+    for grid in (*GRIDS.values(), Grid(4, 16, offset=True, scale_bits=4)):
+        layer, _ = embedding(grid)
+        assert layer.weight.ndim == 2
+        assert TiedHead(layer, None).weight.shape[0] == ROWS
+
+
+def test_a_tied_head_of_a_matrix_that_is_on_a_disk():
+    """Oracle: the head with the matrix in memory."""
+    layer, _ = embedding(GRIDS["4 bits"])
+    model = nn.ModuleDict({"embedding": layer, "head": TiedHead(layer, None)})
+    x = torch.randn(2, 64)
+    with torch.no_grad():
+        expected = model["head"](x)
+        cpu_offload(model["embedding"], torch.device("cpu"), offload_buffers=True)
+        assert layer.weight.is_meta
+        assert torch.equal(model["head"](x), expected)
+
+
+READS = {
+    "tensors": lambda layer: layer.tensors()["weight_packed"].clone(),
+    "state dict": lambda layer: layer.state_dict()["weight_packed"],
+    "copy": lambda layer: copy.deepcopy(layer).state_dict()["weight_packed"],
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_reading_while_another_thread_multiplies(read, monkeypatch):
+    """Oracle: the codes before. The other thread takes the codes as soon as they are released."""
+    layer, _ = embedding(GRIDS["4 bits"], torch.bfloat16)
+    layer.requires_grad_(False)
+    expected = layer.state_dict()["weight_packed"].clone()
+    x = torch.randn(1, 64).bfloat16()
+    layer.multiply(x)
+    release = type(layer.kernel).release
+    multiplying = []
+
+    def release_and_multiply(kernel, released):
+        release(kernel, released)
+        if not multiplying:
+            multiplying.append(threading.Thread(target=layer.multiply, args=(x,)))
+            multiplying[0].start()
+            multiplying[0].join(0.2)
+
+    monkeypatch.setattr(type(layer.kernel), "release", release_and_multiply)
+    found = read(layer)
+    assert multiplying
+    multiplying[0].join()
+    assert torch.equal(found, expected)
+
+
+def test_a_release_between_the_codes_and_the_bias(monkeypatch):
+    """Oracle: the call alone."""
+    grid = Grid(4, 32, offset=True)
+    matrix = torch.randn(64, 64, dtype=torch.bfloat16)
+    result = decompose(matrix, pattern="dense", rank=2, method=JointOnGrid(grid, passes=1, ranges=2))
+    layer = SparseLowRankLinear.from_decomposition(result, torch.randn(64).bfloat16(), "dense").requires_grad_(False)
+    x = torch.randn(1, 64).bfloat16()
+    expected = layer(x)
+    kind = type(layer.kernel.prepared.operands)
+    product = kind.few_product
+
+    def product_and_release(operands, inputs):
+        layer.kernel.release(layer)
+        return product(operands, inputs)
+
+    monkeypatch.setattr(kind, "few_product", product_and_release)
+    assert torch.equal(layer(x), expected)

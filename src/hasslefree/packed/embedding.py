@@ -38,8 +38,18 @@ class PackedEmbedding(SparseLowRankLinear):
         self.num_embeddings, self.embedding_dim = spec.shape
         self.scale = 1.0
 
+    @property
+    def weight(self) -> Tensor:
+        """The scales or their units, (vocabulary, ·): transformers looks up the first size."""
+        return super().weight.view(self.num_embeddings, -1)
+
     def forward(self, ids: Tensor) -> Tensor:
-        """ids: (...) → (..., hidden)."""
+        """ids: (...) → (..., hidden). Floats are inputs of a head that shares the matrix, for
+        `multiply`: accelerate, which keeps the tensors of a module on a disk or on another device,
+        brings them for a call of `forward`.
+        """
+        if ids.is_floating_point():
+            return self.multiply(ids)
         if not ids.numel():
             return self.weight.new_empty(*ids.shape, self.embedding_dim)
         rows = self.rows(ids.flatten()).view(*ids.shape, self.embedding_dim)
@@ -82,7 +92,7 @@ class TiedHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., hidden) → (..., vocabulary)."""
-        y = self.embedding.multiply(x)
+        y = self.embedding.forward(x)  # without the hooks on what the embedding returns
         if self.bias is None:
             return y
         return y + self.bias

@@ -134,8 +134,9 @@ class SparseLowRankLinear(nn.Module):
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of S by their names in the file."""
-        self.kernel.release(self)
-        return {name: getattr(self, name) for name in self.spec.sparse_tensors()}
+        with self.kernel.lock():
+            self.kernel.release(self)
+            return {name: getattr(self, name) for name in self.spec.sparse_tensors()}
 
     def unpacked(self) -> Tensor:
         """S: (out, in), a new tensor at each call."""
@@ -145,20 +146,24 @@ class SparseLowRankLinear(nn.Module):
         """Some rows of a complete S on a grid: indices (rows,) → (rows, in).
 
         A kernel keeps the codes that it holds.
+
+        Raises:
+            IndexError: an index is negative or too large.
         """
         if self.unpacked_copy is not None:
-            return self.unpacked_copy[selected]
+            return self.unpacked_copy.index_select(0, selected)
         assert self.spec.grid is not None
         tensors: dict[str, Tensor] = {}
-        for name in self.spec.sparse_tensors():
-            stored = getattr(self, name)
-            if stored is not None:
-                tensors[name] = stored[selected]
+        with self.kernel.lock():
+            for name in self.spec.sparse_tensors():
+                stored = getattr(self, name)
+                if stored is not None:
+                    tensors[name] = stored.index_select(0, selected)
+            if "weight_packed" not in tensors:
+                assert isinstance(self.kernel, CodesKernel)
+                codes = self.kernel.codes_of_rows(selected)
         if "weight_packed" in tensors:
             codes = unpack_codes(tensors["weight_packed"], self.spec.grid.bits, self.in_features)
-        else:
-            assert isinstance(self.kernel, CodesKernel)
-            codes = self.kernel.codes_of_rows(selected)
         shape = (len(selected), self.in_features)
         spec = dataclasses.replace(self.spec, shape=shape, nonzeros=shape[0] * shape[1])
         return spec.values(codes, tensors)
@@ -271,24 +276,30 @@ class SparseLowRankLinear(nn.Module):
             f" {self.spec.kind}"
         )
 
-    # The kernel returns what it holds before the tensors are saved, replaced, moved or copied.
+    # The kernel returns what it holds before the tensors are saved, replaced, moved or copied, and
+    # takes nothing meanwhile.
 
     def _save_to_state_dict(self, *args: Any) -> None:
-        self.kernel.release(self)
-        super()._save_to_state_dict(*args)
+        with self.kernel.lock():
+            self.kernel.release(self)
+            super()._save_to_state_dict(*args)
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        self.kernel.release(self)
-        super()._load_from_state_dict(*args)
+        with self.kernel.lock():
+            self.kernel.release(self)
+            super()._load_from_state_dict(*args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SparseLowRankLinear":
-        self.kernel.release(self)
-        return super()._apply(fn, recurse)
+        with self.kernel.lock():
+            self.kernel.release(self)
+            return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        self.kernel.release(self)
         state = self.__dict__.copy()
         del state["kernel"]
+        with self.kernel.lock():
+            self.kernel.release(self)
+            state["_buffers"] = self._buffers.copy()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

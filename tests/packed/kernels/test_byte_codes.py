@@ -35,7 +35,7 @@ def assert_products(layer, x, bound):
     dense = layer.unpacked().double() + u.double() @ v.double()
     with torch.no_grad():
         y = layer(x)
-    assert isinstance(layer.kernel.operands, ByteCodes)
+    assert isinstance(layer.kernel.prepared.operands, ByteCodes)
     assert y.dtype == x.dtype
     expected = F.linear(x.double(), dense, layer.bias.double())
     scale = x.double().abs() @ dense.abs().T + 1

@@ -85,7 +85,7 @@ def test_it_computes_the_matrix_of_the_codes(grid, rank, bias, tokens):
     layer, matrix, b = layer_of(grid, rank=rank, bias=bias)
     x = torch.randn(2, tokens, 192).bfloat16()
     y = layer(x)
-    assert layer.kernel.operands is not None
+    assert layer.kernel.prepared.operands is not None
     assert y.dtype == torch.bfloat16
     assert close(y, F.linear(x.double(), matrix, b))
 
@@ -122,7 +122,7 @@ def test_the_low_rank_part_of_a_token(monkeypatch, numba, coded, rank):
     layer, matrix, b = layer_of(coded=coded, rank=rank)
     x = torch.randn(1, 192).bfloat16()
     assert close(layer(x), F.linear(x.double(), matrix, b))
-    assert (layer.kernel.factors is not None) == arrays.HAS_NUMBA
+    assert (layer.kernel.prepared.factors is not None) == arrays.HAS_NUMBA
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
@@ -251,7 +251,7 @@ def test_it_compiles_into_one_graph():
         x = torch.randn(tokens, 192).bfloat16()
         with torch.no_grad():
             assert close(compiled(x), F.linear(x.double(), matrix, b))
-    assert layer.kernel.operands is not None
+    assert layer.kernel.prepared.operands is not None
 
 
 def case(**changes):

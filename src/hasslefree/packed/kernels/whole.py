@@ -6,9 +6,10 @@ another order, belongs to the kernel.
 
 import logging
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +45,9 @@ class Kernel(Protocol):
     def release(self, layer: "SparseLowRankLinear") -> None:
         """Give the tensors that the kernel has taken back to the layer."""
 
+    def lock(self) -> AbstractContextManager[Any]:
+        """While one thread holds the lock, no other takes or releases tensors."""
+
 
 def kernel_for(spec: LayerSpec) -> Kernel:
     """The kernel of a layer."""
@@ -64,6 +68,9 @@ class NoKernel:
 
     def release(self, layer: "SparseLowRankLinear") -> None:
         pass
+
+    def lock(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -133,6 +140,9 @@ class NumbaKernel:
     def release(self, layer: "SparseLowRankLinear") -> None:
         self.prepared = NOTHING
 
+    def lock(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
 
 def prepare(layer: "SparseLowRankLinear", key: tuple[tuple[int, int], ...]) -> Prepared:
     """Make the arrays of a layer whose tensors have this key; none if a tensor is not contiguous in
@@ -156,10 +166,31 @@ def prepare(layer: "SparseLowRankLinear", key: tuple[tuple[int, int], ...]) -> P
     factors = None
     # Several threads of torch are faster for more.
     if layer.values.dtype == torch.bfloat16 and u.numel() + v.numel() <= MAX_FACTORS:
-        u_scale = layer.get_parameter("low_rank_u_scale")
-        v_scale = layer.get_parameter("low_rank_v_scale")
-        factors = FactorArrays(u, v, u_scale, v_scale, layer.bias)
+        factors = factor_arrays(layer)
     return Prepared(key, tuple(tensors), LayerArrays(*stored), factors)
+
+
+@dataclass(frozen=True)
+class PreparedCodes:
+    """What `CodesKernel` makes of the tensors of a layer.
+
+    Args:
+        key: of the tensors that the layer has left.
+        operands: the codes and scales; None if another backend multiplies.
+        index: of these codes, even if the layer gets another.
+        factors: L and the bias for a few tokens on a CPU; None without both, or if `takes_few` is
+            false.
+        takes_few: a few tokens on a CPU are multiplied by Numba alone.
+    """
+
+    key: tuple[tuple[int, int], ...]
+    operands: Int4 | ByteCodes | None = None
+    index: Tensor | None = None
+    factors: FactorArrays | None = None
+    takes_few: bool = False
+
+
+NO_CODES = PreparedCodes(())
 
 
 class CodesKernel:
@@ -169,42 +200,43 @@ class CodesKernel:
     The kernel takes the buffer `weight_packed` of the layer, whose codes it holds in the order of
     torch's operators or in a byte each, so that one copy of the codes is in memory. `release`
     returns them. While the kernel holds codes, the buffer is None. Reading the tensors of the layer
-    releases them, also while they are prepared: therefore the lock may be taken twice by one
-    thread, and `key` is set last.
+    releases them, also while they are prepared: therefore one thread may take the lock twice.
     """
 
     def __init__(self) -> None:
-        self.operands: Int4 | ByteCodes | None = None
-        self.index: Tensor | None = None  # of these codes, even if the layer gets another
-        # L and the bias for a few tokens on a CPU; None without both, or if `takes_few` is false.
-        self.factors: FactorArrays | None = None
-        self.takes_few = False
-        self.key: tuple[tuple[int, int], ...] = ()  # of the tensors that were prepared
-        self.preparing = threading.RLock()  # threads may share a layer
+        self.prepared = NO_CODES  # replaced as a whole, because threads may share a layer
+        self.taking = threading.RLock()
 
     @property
     def bytes(self) -> int:
-        if self.operands is None:
-            return 0
-        return self.operands.bytes
+        operands = self.prepared.operands
+        return 0 if operands is None else operands.bytes
+
+    def lock(self) -> AbstractContextManager[Any]:
+        if torch.compiler.is_compiling():  # it cannot trace a lock
+            return nullcontext()
+        return self.taking
 
     def product(self, layer: "SparseLowRankLinear", x: Tensor) -> Tensor | None:
         if layer.backend not in (None, "int4", "numba") or layer.wide_factors:
             return None
-        if x.dtype != layer.weight.dtype or x.shape[-1] != layer.in_features:
+        weight_scale = layer._parameters["weight_scale"]
+        assert weight_scale is not None
+        if x.dtype != weight_scale.dtype or x.shape[-1] != layer.in_features:
             return None
         flat = x.reshape(-1, x.shape[-1])
         traced = is_traced(x)
-        if not traced and self.key != key_of(layer):
-            with self.preparing:
-                self._prepare(layer)
-        operands = self.operands
+        prepared = self.prepared
+        if not traced and prepared.key != key_of(layer):
+            with self.taking:
+                prepared = self._prepare(layer)
+        operands = prepared.operands
         if operands is None or operands.codes.device != x.device:
             return None
-        if self.takes_few and not traced and takes_few(x):
+        if prepared.takes_few and not traced and takes_few(x):
             y = operands.few_product(flat)
-            if self.factors is not None:
-                self.factors.add(flat.contiguous(), y)
+            if prepared.factors is not None:
+                prepared.factors.add(flat.contiguous(), y)
         else:
             y = self._flat_product(operands, layer, flat)
         return y.view(*x.shape[:-1], layer.out_features)
@@ -223,73 +255,82 @@ class CodesKernel:
             y.add_(bias)
         return y
 
-    def _prepare(self, layer: "SparseLowRankLinear") -> None:
+    def _prepare(self, layer: "SparseLowRankLinear") -> PreparedCodes:
         """Take the codes of the layer, if this is its backend and no other thread has done so."""
-        if self.key == key_of(layer):
-            return
+        if self.prepared.key == key_of(layer):
+            return self.prepared
         self.release(layer)
         case = layer.case()
         backend = backends.choose(case, layer.backend)
         if backend in ("int4", "numba"):
-            self._take(layer, backend)
+            self.prepared = self._take(layer, backend)
         else:
             obstacle = backends.BACKENDS["numba"](case)
             if obstacle and case.device == "cpu":
                 log_slower(obstacle)
-        self.key = key_of(layer)
+            self.prepared = PreparedCodes(key_of(layer))
+        return self.prepared
 
-    def _take(self, layer: "SparseLowRankLinear", backend: str) -> None:
+    def _take(self, layer: "SparseLowRankLinear", backend: str) -> PreparedCodes:
         tensors = layer.tensors()
         spec = layer.spec
         assert spec.grid is not None
         codes = spec.codes(tensors)
         is_int4 = backend == "int4"
         scale, low = spec.scale_and_low(codes, tensors, rounded=is_int4)
+        operands: Int4 | ByteCodes
         if is_int4:
-            self.operands = Int4.of(codes, spec.grid.bits, scale, low)
+            operands = Int4.of(codes, spec.grid.bits, scale, low)
         else:
-            self.operands = ByteCodes(codes, scale.float(), low.float())
-        self.index = layer.index
+            operands = ByteCodes(codes, scale.float(), low.float())
         layer._buffers["weight_packed"] = None
-        if not scale.is_cpu:
-            return
-        for tensor in tensors.values():
-            arrays.give_up_pages(tensor)
-        self._take_factors(layer)
-
-    def _take_factors(self, layer: "SparseLowRankLinear") -> None:
-        """Prepare L and the bias for a few tokens."""
-        u = layer.low_rank_u
-        v = layer.low_rank_v
-        if u is None or v is None:
-            self.takes_few = layer.bias is None
-            return
-        is_few = u.numel() + v.numel() <= MAX_FACTORS
-        self.takes_few = arrays.HAS_NUMBA and is_few and layer.weight.dtype == torch.bfloat16
-        if self.takes_few:
-            u_scale = layer._parameters.get("low_rank_u_scale")
-            v_scale = layer._parameters.get("low_rank_v_scale")
-            self.factors = FactorArrays(u, v, u_scale, v_scale, layer.bias)
+        factors = None
+        is_few = False
+        if scale.is_cpu:
+            for tensor in tensors.values():
+                arrays.give_up_pages(tensor)
+            is_few = multiplies_few(layer)
+            if is_few:
+                factors = factor_arrays(layer)
+        return PreparedCodes(key_of(layer), operands, layer.index, factors, is_few)
 
     def codes_of_rows(self, selected: Tensor) -> Tensor:
         """Codes of rows of the buffer `weight_packed` that the kernel has taken: indices (rows,) →
         uint8 (rows, in).
         """
-        assert self.operands is not None
-        return self.operands.codes_of_rows(selected)
+        assert self.prepared.operands is not None
+        return self.prepared.operands.codes_of_rows(selected)
 
     def release(self, layer: "SparseLowRankLinear") -> None:
-        if self.operands is None:
+        prepared = self.prepared
+        if prepared.operands is None:
             return
         if layer._buffers["weight_packed"] is None:
-            codes = self.operands.all_codes()
-            assert self.index is not None
-            layer._buffers["weight_packed"] = layer.spec.pack(codes, self.index)
-        self.operands = None
-        self.index = None
-        self.factors = None
-        self.takes_few = False
-        self.key = ()
+            codes = prepared.operands.all_codes()
+            assert prepared.index is not None
+            layer._buffers["weight_packed"] = layer.spec.pack(codes, prepared.index)
+        self.prepared = NO_CODES
+
+
+def multiplies_few(layer: "SparseLowRankLinear") -> bool:
+    """Tell whether Numba multiplies a few tokens by L and the bias of a layer, if it has any."""
+    u = layer.low_rank_u
+    v = layer.low_rank_v
+    if u is None or v is None:
+        return layer.bias is None
+    is_few = u.numel() + v.numel() <= MAX_FACTORS
+    return arrays.HAS_NUMBA and is_few and layer.weight.dtype == torch.bfloat16
+
+
+def factor_arrays(layer: "SparseLowRankLinear") -> FactorArrays | None:
+    """L and the bias of a layer as arrays; None without L."""
+    u = layer.low_rank_u
+    v = layer.low_rank_v
+    if u is None or v is None:
+        return None
+    u_scale = layer._parameters.get("low_rank_u_scale")
+    v_scale = layer._parameters.get("low_rank_v_scale")
+    return FactorArrays(u, v, u_scale, v_scale, layer.bias)
 
 
 def key_of(layer: "SparseLowRankLinear") -> tuple[tuple[int, int], ...]:
