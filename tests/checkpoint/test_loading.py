@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import hasslefree
 from hasslefree import Recipe, SparseLowRankLinear
@@ -208,3 +208,29 @@ def test_every_file_can_be_read_by_whom_the_umask_lets(folder):
     umask = os.umask(0)
     os.umask(umask)
     assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o666 & ~umask}
+
+
+def test_a_model_without_its_head_and_back(folder, tmp_path):
+    """Oracle: the whole model. Names in config.json have a prefix that those of the model without a head lack."""
+    whole = AutoModelForCausalLM.from_pretrained(folder).eval()
+    headless = AutoModel.from_pretrained(folder).eval()
+    headless.save_pretrained(tmp_path / "headless")
+    again = AutoModel.from_pretrained(tmp_path / "headless").eval()
+    with torch.no_grad():
+        expected = whole.model(segments()).last_hidden_state
+        assert torch.equal(headless(segments()).last_hidden_state, expected)
+        assert torch.equal(again(segments()).last_hidden_state, expected)
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "headless")
+    with torch.no_grad():
+        assert torch.equal(back.model(segments()).last_hidden_state, expected)
+
+
+def test_a_compressed_head_that_a_class_does_not_have(tmp_path):
+    recipe = Recipe(method="rtn", bits=4, group_size=16, embedding_bits=8)
+    hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments())
+    modules = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["modules"]
+    assert "lm_head" in modules
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "out").model
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(model.model.state_dict()[name], tensor), name

@@ -3,6 +3,7 @@ hasslefree`.
 """
 
 import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from hasslefree.checkpoint import entries as read
 from hasslefree.errors import CheckpointError, GridError
 from hasslefree.files import stored_tensors
-from hasslefree.models.ends import End, find_ends
+from hasslefree.models.ends import End, asked, find_ends
 from hasslefree.models.experts import SplitExperts, split_experts
 from hasslefree.models.sites import Site, find_sites
 from hasslefree.packed.linear import SparseLowRankLinear, layers_without_numba
@@ -57,23 +58,29 @@ class HasslefreeQuantizer(HfQuantizer):
         entries = read.read_entries(self.quantization_config.modules)
         split_experts(model)
         biased = set()
+        modules = {}
         sites = find_sites(model)
         ends = {end.name: end for end in find_ends(model)}
-        for name, entry in entries.items():
+        for listed, entry in entries.items():
+            name = name_in_model(listed, model, sites.keys() | ends.keys())
             if name in ends:
                 layer = empty_end(ends[name], model, entry.spec)
                 ends[name].replace(model, layer)
             elif name in sites:
                 layer = empty_layer(sites[name], name, entry.spec)
                 sites[name].replace(layer)
+            elif is_unused_head(entry.spec, model):
+                continue
             else:
                 raise CheckpointError(
-                    f"config.json lists {name}, but {type(model).__name__} has no linear layer or"
+                    f"config.json lists {listed}, but {type(model).__name__} has no linear layer or"
                     " embedding of that name; download or copy config.json again, or use the"
                     " version of transformers that compression.json names"
                 )
+            modules[name] = entry.to_dict()
             if layer.bias is not None:
-                biased.add(name)
+                biased.add(listed)
+        self.quantization_config.modules = modules
         if checkpoint_files:  # none where the caller brought a state dict
             read.check_stored(
                 entries,
@@ -121,6 +128,32 @@ class HasslefreeQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def name_in_model(listed: str, model: Any, names: Collection[str]) -> str:
+    """The name in a model of a layer that config.json lists.
+
+    Names begin with a prefix in models with a head, and without it in those of `AutoModel`.
+
+    Args:
+        names: of the layers of the model.
+
+    Returns:
+        One of the names; `listed` if none is that of the layer.
+    """
+    prefix = f"{model.base_model_prefix}."
+    for name in (listed, listed.removeprefix(prefix), prefix + listed):
+        if name in names:
+            return name
+    return listed
+
+
+def is_unused_head(spec: LayerSpec, model: Any) -> bool:
+    """Tell whether a layer is the output head of another class, and the model has none."""
+    if asked(model, "get_output_embeddings")[1] is not None:
+        return False
+    vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
+    return spec.shape[0] == vocabulary
 
 
 def empty_layer(site: Site, name: str, spec: LayerSpec) -> SparseLowRankLinear:
