@@ -29,16 +29,17 @@ SCALE_BITS = (3, 4, 5, 6, 8)
 EIGHT_BITS = 2.0**-17
 
 
-def as_float(numbers: Tensor, half: bool = False) -> Tensor:
-    """Numbers rounded to bfloat16's eight bits; with `half`, to numbers of float16 too."""
-    rounded = numbers.bfloat16()
-    if half:
-        rounded = rounded.half()
-    return rounded.to(numbers.dtype)
+def as_float(numbers: Tensor, half: Tensor | None = None) -> Tensor:
+    """Numbers rounded to bfloat16's eight bits; where `half` is true, to numbers of float16 too."""
+    rounded = numbers.bfloat16().to(numbers.dtype)
+    if half is None:
+        return rounded
+    return torch.where(half, rounded.half().to(numbers.dtype), rounded)
 
 
-def suits_half(matrix: Tensor, steps: int) -> bool:
-    """Say whether float16 holds the scales of a matrix (out, in): the largest one with eight bits.
+def suits_half(matrix: Tensor, steps: int) -> Tensor:
+    """Whether float16 holds the scales of a matrix (out, in), the largest one with eight bits: a
+    bool without dimensions, for which no GPU need be waited for.
 
     Without this condition, all entries of a matrix of tiny numbers would become zero; with it,
     those are lost that are tiny next to the largest entry.
@@ -47,15 +48,15 @@ def suits_half(matrix: Tensor, steps: int) -> bool:
         steps: a scale is about the largest entry of a group, divided by this number.
     """
     low, high = torch.aminmax(matrix)
-    largest = max(-low.item(), high.item())
-    return steps * EIGHT_BITS <= largest <= torch.finfo(torch.half).max
+    largest = torch.maximum(-low, high)
+    return (largest >= steps * EIGHT_BITS) & (largest <= torch.finfo(torch.half).max)
 
 
 @dataclass(frozen=True)
 class Floats:
-    """Each scale and each offset is a float. half: float16 holds it too."""
+    """Each scale and each offset is a float. half: whether float16 holds it too."""
 
-    half: bool = False
+    half: Tensor | None = None
 
     def scales(self, values: Tensor) -> Tensor:
         return as_float(values, self.half)
@@ -91,7 +92,7 @@ class Multiples:
         offset: Tensor | None,
         blocks: int | None = None,
         signed: bool = False,
-        half: bool = False,
+        half: Tensor | None = None,
     ) -> "Multiples":
         """Units whose largest multiples are the largest numbers of each block, up to rounding.
 
@@ -99,7 +100,7 @@ class Multiples:
             scale: of each group, (out, groups).
             offset: likewise, and at most 0; None on a grid without offsets.
             blocks: of each row; None for one unit a row.
-            half: float16 holds the units. It always holds the steps of those of blocks.
+            half: whether float16 holds the units. It always holds the steps of those of blocks.
         """
         in_blocks = blocks is not None
         parts = (blocks or 1, -1)
@@ -158,14 +159,14 @@ def unit_of(
     numbers: Tensor,
     bits: int,
     half_steps: bool,
-    half: bool,
+    half: Tensor | None,
 ) -> Tensor:
     """The unit (out, blocks) of numbers (out, blocks, groups) on one side of 0; 1 for zeros.
 
     Args:
         bits: the largest number is about 2^bits − 1 steps of unit / 2^bits.
         half_steps: make these steps numbers of float16.
-        half: make the unit one.
+        half: whether to make the unit one.
     """
     steps = 1 << bits
     unit = as_float(numbers.abs().amax(2) * (steps / (steps - 1)), half)

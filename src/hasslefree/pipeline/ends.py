@@ -153,11 +153,11 @@ def joined(parts: list[Decomposition], weight: Tensor, gram: Gram) -> Decomposit
 def stacked(parts: Sequence[Any]) -> Any:
     """The value whose tensors are those of the parts, row after row, as for codes and scales.
 
-    The tensors of a dataclass are those in its fields, and in the fields of these. All else is the
-    same in every part.
+    The tensors of a dataclass are those in its fields, and in the fields of these. All else is that
+    of the first part.
     """
     first = parts[0]
-    if isinstance(first, Tensor):
+    if isinstance(first, Tensor) and first.ndim:
         return torch.cat(tuple(parts))
     if not is_dataclass(first):
         return first
