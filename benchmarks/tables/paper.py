@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -122,4 +123,7 @@ def figure(name: str) -> tuple[Table, ...]:
 
 
 TABLES = {f"reproduction_{name}": reproduction(name) for name in ("embedded", "reference", "smollm2")}
+# Too few rows to compare the order of the methods.
+qwen = reproduction("qwen")[0]
+TABLES["reproduction_qwen"] = (dataclasses.replace(qwen, note=qwen.note + " On {where}."),)
 TABLES |= {f"figure1_{name}": figure(name) for name in ("embedded", "reference")}
