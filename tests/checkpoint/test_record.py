@@ -52,6 +52,8 @@ def test_a_summary_by_hand():
         "                   (relative, of the squared output on the calibration text)",
         "time               11 min",
     ]
+    same = dataclasses.replace(report, held_out=held_out | {"compressed": 22.70})
+    assert "22.70 → 22.70 (+0.0 %)" in same.summary()
     for older in ({"kl": None}, {}):
         old = dataclasses.replace(report, held_out=held_out | older)
         if not older:

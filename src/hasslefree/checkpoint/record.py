@@ -398,7 +398,7 @@ def rise(measured: HeldOutRecord) -> str:
     shown = ["not finite" if value is None else f"{value:.2f}" for value in (before, after)]
     values = " → ".join(shown)
     if before and after:
-        return f"{values} ({100 * (after / before - 1):+.1f} %)"
+        return f"{values} ({100 * (after / before - 1):+z.1f} %)"
     return values
 
 

@@ -193,7 +193,7 @@ def text_table(results: dict[str, Any], dense: dict[str, Any]) -> Table:
         cells = [text, f"{row['perplexity']:.3f}"]
         if dense:
             before = dense["perplexity"][text]["perplexity"]
-            cells += [f"{before:.3f}", f"{100 * (row['perplexity'] / before - 1):+.1f} %"]
+            cells += [f"{before:.3f}", f"{100 * (row['perplexity'] / before - 1):+z.1f} %"]
         texts.add_row(*cells, f"{row['tokens']:,}", str(row["window"]))
     if any(row.get("first_tokens") for row in results["perplexity"].values()):
         texts.caption = "every window begins with what the tokenizer puts before a text"
