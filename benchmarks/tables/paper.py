@@ -114,6 +114,12 @@ def reproduction(name: str) -> tuple[Table, ...]:
     )
 
 
+def without_order(name: str) -> tuple[Table, ...]:
+    """The same for results with too few rows to compare the order of the methods."""
+    rows, _ = reproduction(name)
+    return (dataclasses.replace(rows, note=rows.note + " On {where}."),)
+
+
 def figure(name: str) -> tuple[Table, ...]:
     columns = (
         ("block {figure1[block]}, {figure1[pattern]} + rank {figure1[rank]}", "{layer}"),
@@ -123,7 +129,5 @@ def figure(name: str) -> tuple[Table, ...]:
 
 
 TABLES = {f"reproduction_{name}": reproduction(name) for name in ("embedded", "reference", "smollm2")}
-# Too few rows to compare the order of the methods.
-qwen = reproduction("qwen")[0]
-TABLES["reproduction_qwen"] = (dataclasses.replace(qwen, note=qwen.note + " On {where}."),)
+TABLES["reproduction_qwen"] = without_order("qwen")
 TABLES |= {f"figure1_{name}": figure(name) for name in ("embedded", "reference")}
