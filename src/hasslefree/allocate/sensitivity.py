@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hasslefree.core.gram import Gram, working_dtype
@@ -340,47 +340,66 @@ def block_sensitivities(
     return measured
 
 
+class Recording:
+    """What enters and what returns to the layers of a block while it is run and differentiated.
+
+    Args:
+        groups: names of layers; the layers of a group read the same input.
+
+    Attributes:
+        inputs: of the first layer of each group, by its name: one tensor (tokens, in) per call.
+        gradients: at the output of each layer: one (tokens, out) per call, in the order of the
+            calls, as its inputs; autograd comes in another order.
+        reached: the layers that a gradient has reached.
+    """
+
+    def __init__(self, groups: list[list[str]]) -> None:
+        self.inputs: dict[str, list[Tensor]] = {}
+        self.gradients: dict[str, list[Tensor]] = {}
+        self.reached: set[str] = set()
+        for group in groups:
+            self.inputs[group[0]] = []
+            for name in group:
+                self.gradients[name] = []
+
+    def hooks(self, block: nn.Module) -> list[Any]:
+        """Begin to record. Each of the result has `remove()`, which ends it."""
+        sites = find_sites(block)
+        handles = []
+        for name in self.inputs:
+            handles.append(sites[name].on_input(partial(self.keep_input, name)))
+        for name in self.gradients:
+            handles.append(sites[name].on_output(partial(self.keep_gradient, name)))
+        return handles
+
+    def keep_input(self, name: str, x: Tensor) -> None:
+        self.inputs[name].append(as_multiplied(x.detach().flatten(0, -2).clone()))
+
+    def keep_gradient(self, name: str, y: Tensor) -> None:
+        gradient = torch.zeros_like(y, dtype=working_dtype(y)).flatten(0, -2)
+        self.gradients[name].append(gradient)
+
+        def fill(g: Tensor) -> None:
+            gradient.copy_(g.flatten(0, -2))
+            self.reached.add(name)
+
+        if y.requires_grad:
+            y.register_hook(fill)
+
+
 def inputs_and_gradients(
     backward: BackwardVisit, groups: list[list[str]]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
-    """What enters the first site of each group, (tokens, in), and the gradient at the output of
-    each, (tokens, out).
+    """What enters the first layer of each group, (tokens, in), and the gradient at the output of
+    each layer, (tokens, out), or None.
     """
     block = backward.visit.block
     call = backward.visit.call
     states = backward.states
     gradients = backward.gradients
-    inputs: dict[str, list[Tensor]] = {}
-    # By the calls of a layer in forward order, as its inputs; autograd comes in another order.
-    outer: dict[str, list[Tensor]] = {}
-    for group in groups:
-        inputs[group[0]] = []
-        for name in group:
-            outer[name] = []
-    reached: set[str] = set()
-    sites = find_sites(block)
-
-    def keep_input(name: str, x: Tensor) -> None:
-        inputs[name].append(as_multiplied(x.detach().flatten(0, -2).clone()))
-
-    def keep_gradient(name: str, y: Tensor) -> None:
-        gradient = torch.zeros_like(y, dtype=working_dtype(y)).flatten(0, -2)
-        outer[name].append(gradient)
-
-        def fill(g: Tensor) -> None:
-            gradient.copy_(g.flatten(0, -2))
-            reached.add(name)
-
-        if y.requires_grad:
-            y.register_hook(fill)
-
-    handles = []
-    for name in inputs:
-        handles.append(sites[name].on_input(partial(keep_input, name)))
-    for name in outer:
-        handles.append(sites[name].on_output(partial(keep_gradient, name)))
+    recording = Recording(groups)
     with (
-        hooks(handles),
+        hooks(recording.hooks(block)),
         every_expert_called(block),
         computing(block),
         only_trained(block, []),
@@ -392,11 +411,11 @@ def inputs_and_gradients(
             gradients[slice(index, index + 1)] = gradient
 
     rows: dict[str, Tensor] = {}
-    for name, parts in inputs.items():
+    for name, parts in recording.inputs.items():
         rows[name] = rows_of(parts, backward.tokens)
-    gradient_rows: dict[str, Tensor | None] = dict.fromkeys(outer)
-    for name in reached:
-        gradient_rows[name] = rows_of(outer[name], backward.tokens)
+    gradient_rows: dict[str, Tensor | None] = dict.fromkeys(recording.gradients)
+    for name in recording.reached:
+        gradient_rows[name] = rows_of(recording.gradients[name], backward.tokens)
     return rows, gradient_rows
 
 

@@ -299,14 +299,14 @@ def evaluate(
         loaded = load_tasks(tasks, task_data, limit, phases)
     if dense is not None:
         check_same_vocabulary(str(model), str(dense), trust_remote_code)
-    subjects: list[Subject] = []
+    names = [model]
+    if dense is not None:
+        names.append(dense)
     with phases.phase(LOADING):
-        for name in (model, dense):
-            if name is not None:
-                subject = Subject.load(str(name), libraries, dtype, device, trust_remote_code)
-                subjects.append(subject)
-    measured = subjects[0]
-    results = measured.results
+        subjects = [
+            Subject.load(str(name), libraries, dtype, device, trust_remote_code) for name in names
+        ]
+    results = subjects[0].results
     beside = None
     if dense is not None:
         results["dense"] = subjects[1].results
@@ -316,8 +316,8 @@ def evaluate(
         if not first_token:
             protocol = dataclasses.replace(protocol, first_token=False)
         row = text_perplexity(
-            measured.model,
-            measured.tokenizer,
+            subjects[0].model,
+            subjects[0].tokenizer,
             text,
             protocol,
             seqlen,

@@ -2,9 +2,10 @@
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -91,29 +92,11 @@ def export(
             be written, a grid that the format cannot hold, a template of another model, a
             converter that is missing or fails.
     """
-    if to not in EXPORTS:
-        raise UnknownNameError("export format", to, EXPORTS)
+    options = {"template": template, "converter": converter}
+    check_options(to, max_shard_size, options)
     source = Path(folder).resolve()
     target = Path(destination).resolve()
-    if not SIZE.fullmatch(max_shard_size):
-        raise OutputError(
-            f"{option('max_shard_size')} must be a number with a unit, such as 5GB or 500MB, got"
-            f" {max_shard_size!r}"
-        )
-    if not source.is_dir():
-        raise ModelError(
-            f"the model folder {source} does not exist; export takes a folder that compress wrote"
-        )
-    config = load_config(str(source), trust_remote_code)
-    settings = getattr(config, "quantization_config", None) or {}
-    if settings.get("quant_method") != QUANT_METHOD:
-        raise ModelError(
-            f"{source} is not compressed by hasslefree, so there is nothing to export; compress it"
-            " first"
-        )
-    for name, value in (("template", template), ("converter", converter)):
-        if value is not None and to != "gguf":
-            raise OutputError(f"{option(name)} is for {option('to', 'gguf')}; leave it out")
+    config = compressed_config(source, trust_remote_code)
     files = None
     if to == "gguf" and target.suffix == SUFFIX:
         files = Files.of(target).starts
@@ -142,6 +125,39 @@ def export(
             folders = EXPORTS[to](model, Target(part, Path(destination), max_shard_size, opened))
             if files is None:
                 copy_rest(source, part, folders, auto, model.config, trust_remote_code)
+
+
+def check_options(to: str, max_shard_size: str, options: Mapping[str, object]) -> None:
+    """Raise an error for arguments of `export` that are wrong whatever the model is.
+
+    options: by name, those for GGUF alone; None for one that is not given.
+    """
+    if to not in EXPORTS:
+        raise UnknownNameError("export format", to, EXPORTS)
+    if not SIZE.fullmatch(max_shard_size):
+        raise OutputError(
+            f"{option('max_shard_size')} must be a number with a unit, such as 5GB or 500MB, got"
+            f" {max_shard_size!r}"
+        )
+    for name, value in options.items():
+        if value is not None and to != "gguf":
+            raise OutputError(f"{option(name)} is for {option('to', 'gguf')}; leave it out")
+
+
+def compressed_config(source: Path, trust_remote_code: bool) -> Any:
+    """The configuration of a compressed folder, or a ModelError for any other."""
+    if not source.is_dir():
+        raise ModelError(
+            f"the model folder {source} does not exist; export takes a folder that compress wrote"
+        )
+    config = load_config(str(source), trust_remote_code)
+    settings = getattr(config, "quantization_config", None) or {}
+    if settings.get("quant_method") != QUANT_METHOD:
+        raise ModelError(
+            f"{source} is not compressed by hasslefree, so there is nothing to export; compress it"
+            " first"
+        )
+    return config
 
 
 def bytes_needed(model: PreTrainedModel) -> int:
