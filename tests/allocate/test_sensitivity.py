@@ -155,7 +155,7 @@ def test_predictions_without_a_finite_gradient_are_refused(tmp_path):
     walk = walk_of(model, segments(), tmp_path)
     with torch.no_grad():
         model.lm_head.weight[3] = float("nan")
-    with pytest.raises(NonFiniteError, match=r"gradient of the model's predictions contains NaN.*effort='fast'"):
+    with pytest.raises(NonFiniteError, match=r"gradient of the model's predictions contains NaN.*allocate='uniform'"):
         sensitivities(walk, plan_of(model), segments(), World(), pruned)
 
 
@@ -166,7 +166,8 @@ def test_a_model_whose_head_needs_the_blocks_is_refused(tmp_path):
     model.lm_head.register_forward_pre_hook(lambda module, args: seen.clear() if seen else seen.pop())
     walk = walk_of(model, segments(), tmp_path)
     seen.clear()
-    with pytest.raises(ModelError, match=r"LlamaForCausalLM cannot be run on its own.*effort='fast'"):
+    remedy = "allocate='uniform' and match_predictions=0"
+    with pytest.raises(ModelError, match=rf"LlamaForCausalLM cannot be run on its own.*{remedy}"):
         sensitivities(walk, plan_of(model), segments(), World(), pruned)
 
 

@@ -65,5 +65,5 @@ def test_what_the_configuration_asks_of_the_blocks_is_not_asked():
 def test_a_model_without_a_head_is_refused():
     model = build("llama").model
     blocks = find_blocks(model)
-    with pytest.raises(ModelError, match="LlamaModel has no output head.*effort='fast'"):
+    with pytest.raises(ModelError, match="LlamaModel has no output head.*allocate='uniform' and match_predictions=0"):
         logits_of(model, blocks, [BlockCall({})] * 2, segments()[0], torch.zeros(1, 16, 32))

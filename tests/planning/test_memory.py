@@ -14,6 +14,7 @@ import hasslefree
 from hasslefree import Recipe
 from hasslefree.errors import BudgetError, GridError, MemoryShortError, ModelError, UnknownNameError
 from hasslefree.models.activations import Activations
+from hasslefree.models.load import load_on_disk
 from hasslefree.packed.linear import compressed_layers
 from hasslefree.planning.duration import flops_by_phase
 from hasslefree.planning.machine import free_memory
@@ -27,6 +28,7 @@ from hasslefree.planning.memory import (
     STATES,
     TRAINING,
     check_memory,
+    disk_bytes,
     estimate,
     states_bytes,
     total,
@@ -60,7 +62,7 @@ def large_machine(monkeypatch):
     """Every device has a terabyte, and a known speed."""
     monkeypatch.setattr("hasslefree.planning.machine.total_memory", lambda device: 10**12)
     monkeypatch.setattr("hasslefree.planning.memory.free_memory", lambda device, processes: 10**12)
-    monkeypatch.setattr("hasslefree.planning.tables.product_rate", lambda device: 1e12)
+    monkeypatch.setattr("hasslefree.planning.duration.product_rate", lambda device: 1e12)
 
 
 def planned(folder, recipe=FAST, storage="device", processes=1, device=CPU, **changes):
@@ -199,6 +201,33 @@ def test_a_plan_ends_with_whether_it_fits_and_what_to_change(tmp_path, free, mon
     assert "This disk has" in last_line(trained), "blocks are written twice"
 
 
+def test_the_disk_holds_what_is_converted_and_hidden_states_too(tmp_path):
+    """Oracle: the files that are written while the model is opened, and the bytes of the states."""
+    build("qwen3_moe").save_pretrained(tmp_path / "model")
+    one, two = (setup_of(str(tmp_path / "model"), FAST, CPU, "disk", processes) for processes in (1, 2))
+    (tmp_path / "scratch").mkdir()
+    load_on_disk(str(tmp_path / "model"), "auto", tmp_path / "scratch")
+    converted = sum(tensor.nbytes for tensor in tensors_of(tmp_path / "scratch").values())
+    assert converted
+    folder = bytes_on_disk(one.model, one.plan)
+    assert disk_bytes(one) == folder + converted + states_bytes(one)
+    assert disk_bytes(two) == folder + 2 * (converted + states_bytes(two))
+
+
+def test_dense_layers_of_trained_blocks_are_written_twice_too(tmp_path):
+    """Oracle: the tensors of the blocks in the folder."""
+    recipe = dataclasses.replace(TRAINED, leave_dense=("*.mlp.*",))
+    setup = planned(tmp_path / "model", recipe)
+    hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments())
+    blocks = sum(t.nbytes for name, t in tensors_of(tmp_path / "out").items() if ".layers." in name)
+    assert disk_bytes(setup) == bytes_on_disk(setup.model, setup.plan) + blocks
+
+
+def test_with_minutes_the_fine_tuning_takes_the_rest_of_them(tmp_path):
+    recipe = Recipe(rank=2, minutes=30, samples=6, seqlen=16, check=False)
+    assert "about 30 min" in as_text(planned(tmp_path, recipe))
+
+
 def peak_without(setup, *names):
     return total(estimate(setup).without(*names).ram)
 
@@ -298,13 +327,17 @@ def test_what_prediction_matching_holds_counts_and_has_a_remedy(tmp_path, free, 
         assert [MASTERS in footprint.device, MASTERS in footprint.ram] == holds
 
 
-def test_probes_that_do_not_fit_have_a_remedy(tmp_path, free, monkeypatch):
-    recipe = Recipe(rank=2, allocate="error", match_predictions=0, samples=6, seqlen=16)
-    setup = dataclasses.replace(planned(tmp_path, recipe, "disk"), seqlen=10**4)
+@pytest.mark.parametrize("fields", [{"rank": 2, "allocate": "error"}, {"size": "9bits"}], ids=str)
+def test_probes_that_do_not_fit_have_a_remedy(fields, tmp_path, free, monkeypatch):
+    """Oracle: the plan of the recipe with the options that the error names."""
+    recipe = Recipe(samples=6, seqlen=16, **fields)
+    changed = dataclasses.replace(recipe, allocate="uniform", match_predictions=0)
+    setup, without = (dataclasses.replace(planned(tmp_path, each, "disk"), seqlen=10**4) for each in (recipe, changed))
     monkeypatch.setattr("hasslefree.planning.memory.FORWARD", 0)
-    free(peak_without(setup, "probes", PREFETCH))
-    with pytest.raises(MemoryShortError, match=r"effort='fast' activations='disk', which runs no probes"):
+    free(peak_without(setup, "probes", TRAINING, MASTERS, PREFETCH))
+    with pytest.raises(MemoryShortError, match=r"allocate='uniform' match_predictions=0 activations='disk', which"):
         check_memory(setup)
+    check_memory(without)
 
 
 def test_the_hidden_states_that_allocation_keeps_count(tmp_path, monkeypatch):

@@ -158,7 +158,8 @@ def check_predictions(
         raise ModelError(
             f"the output head of {type(walk.model).__name__} cannot be run on its own"
             f" ({type(error).__name__}: {error}), which {option('allocate', 'error')} and"
-            f" prediction matching need; use {option('effort', 'fast')}"
+            f" prediction matching need; use {option('allocate', 'uniform')} and"
+            f" {option('match_predictions', 0)}"
         ) from error
 
 
@@ -188,7 +189,7 @@ def gradients_of_labels(
             if not torch.isfinite(gradient).all():
                 raise NonFiniteError(
                     "the gradient of the model's predictions contains NaN or Inf; try another"
-                    f" dtype ({option('dtype', 'float32')}), or {option('effort', 'fast')}"
+                    f" dtype ({option('dtype', 'float32')}), or {option('allocate', 'uniform')}"
                 )
             gradients[slice(index, index + 1)] = gradient
     return gradients
@@ -291,7 +292,7 @@ class ProbedLayer:
         if not math.isfinite(divergence):
             raise NonFiniteError(
                 f"the gradient at the output of layer {self.full} contains NaN or Inf; try another"
-                f" dtype ({option('dtype', 'float32')}), or {option('effort', 'fast')}"
+                f" dtype ({option('dtype', 'float32')}), or {option('allocate', 'uniform')}"
             )
         return divergence
 

@@ -261,6 +261,7 @@ def logits_of(
         raise ModelError(
             f"{type(model).__name__} has no output head, and {option('allocate', 'error')} and"
             " prediction matching need the model's predictions; load it as a causal language model"
-            f" (AutoModelForCausalLM), or use {option('effort', 'fast')}"
+            f" (AutoModelForCausalLM), or use {option('allocate', 'uniform')} and"
+            f" {option('match_predictions', 0)}"
         )
     return logits[0]

@@ -34,7 +34,8 @@ from hasslefree.pipeline.preflight import preflight
 from hasslefree.pipeline.text import draw, read_texts
 from hasslefree.pipeline.training import matching_text, train_and_check
 from hasslefree.planning.duration import seconds_by_phase
-from hasslefree.planning.machine import memory_reused
+from hasslefree.planning.machine import local_processes, memory_reused
+from hasslefree.planning.memory import states_bytes
 from hasslefree.planning.plan import (
     Plan,
     bytes_to_write,
@@ -148,7 +149,8 @@ def compress(
             )
         weights = Weights(loaded, target)  # it finds out which weights are tied
         planned = plan_model(loaded, resolved)
-        room = bytes_to_write(loaded, planned.plan, resolved) - work.progress.bytes
+        blocks = planned.selection.blocks
+        room = bytes_to_write(loaded, blocks, planned.plan, resolved) - work.progress.bytes
         check_output(folder, overwrite, room)
         texts = None
         if segments is None:
@@ -161,7 +163,7 @@ def compress(
         samples, seqlen = segments.shape
         setup = Setup(
             loaded,
-            planned.selection.blocks,
+            blocks,
             planned.plan,
             resolved,
             samples,
@@ -170,6 +172,9 @@ def compress(
             activations,
             world.size,
         )
+        if activations == "disk":
+            states = local_processes(world.size) * states_bytes(setup)
+            check_output(folder, overwrite, room + states)
         walk, digests = preflight(setup, weights, segments, phases, work.scratch)
         work.background_writes = walk.weights.prefetch
         job = Job(

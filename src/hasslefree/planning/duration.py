@@ -70,9 +70,16 @@ def passes(setup: Setup) -> float:
 def seconds_by_phase(setup: Setup, without: Collection[str] = ()) -> dict[str, float]:
     """How long the phases of a compression should take on this machine.
 
+    With a number of minutes, the fine-tuning takes what the phases before it leave of them.
+
     Args:
         without: phases that it does not run.
     """
     rate = product_rate(setup.device)
     flops = flops_by_phase(setup)
-    return {name: flops[name] / rate for name in flops if name not in without}
+    seconds = {name: flops[name] / rate for name in flops if name not in without}
+    minutes = setup.resolved.minutes
+    if minutes and PREDICTIONS in seconds:
+        before = sum(seconds.values()) - seconds[PREDICTIONS] - seconds.get(CHECK, 0)
+        seconds[PREDICTIONS] = max(60 * minutes - before, 0)
+    return seconds

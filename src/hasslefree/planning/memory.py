@@ -12,8 +12,10 @@ import torch
 
 from hasslefree.errors import LINE, MemoryShortError, option
 from hasslefree.models.calibrate import BATCH, sums_bytes
+from hasslefree.models.experts import SplitExperts
+from hasslefree.models.load import quantization
 from hasslefree.models.precision import product_dtype
-from hasslefree.planning.machine import free_memory, in_one_pass, room_for_sums
+from hasslefree.planning.machine import free_memory, in_one_pass, local_processes, room_for_sums
 from hasslefree.planning.plan import LayerPlan, bytes_of, bytes_to_write
 from hasslefree.planning.schedule import HELD_OUT_ROWS, Training
 from hasslefree.planning.setup import Setup
@@ -61,6 +63,7 @@ Terms = dict[str, int]
 
 DISK = option("activations", "disk")
 UNTRAINED = option("match_predictions", 0)
+UNIFORM = option("allocate", "uniform")
 # Options that need less memory, and the terms that they do without: first those that change the
 # result least.
 REMEDIES = {
@@ -68,7 +71,7 @@ REMEDIES = {
     f"{DISK} and the model's name or folder in the place of the loaded model": (STATES, LOADED),
     f"{UNTRAINED}, which keeps one block in memory": (TRAINING, MASTERS),
     f"{UNTRAINED} {DISK}": (TRAINING, MASTERS, STATES),
-    f"{option('effort', 'fast')} {DISK}, which runs no probes": (TRAINING, MASTERS, STATES, PROBES),
+    f"{UNIFORM} {UNTRAINED} {DISK}, which runs no probes": (TRAINING, MASTERS, STATES, PROBES),
 }
 
 
@@ -294,13 +297,31 @@ def remedy(footprint: Footprint) -> str:
     return f"it needs a GPU with more memory, or {option('device', 'cpu')}"
 
 
+def disk_bytes(setup: Setup) -> int:
+    """The bytes that a compression takes on the disk at its largest: the folder, and for each
+    process what it converts as the model is loaded, and hidden states in a file.
+    """
+    model = setup.model
+    converted = 0
+    if quantization(model.config):
+        converted = setup.model_bytes
+    else:
+        for module in model.modules():
+            if isinstance(module, SplitExperts):  # stored one by one, and fused by transformers
+                converted += sum(parameter.nbytes for parameter in module.parameters())
+    if setup.storage == "disk":
+        converted += states_bytes(setup)
+    written = bytes_to_write(model, setup.blocks, setup.plan, setup.resolved)
+    return written + local_processes(setup.processes) * converted
+
+
 def verdict(footprint: Footprint) -> str | None:
     """Why a compression cannot run here, and what to change; None if it can."""
     setup = footprint.setup
     wrong = []
     if not footprint.fits:
         wrong.append(f"It does not fit in memory; {remedy(footprint)}.")
-    need = bytes_to_write(setup.model, setup.plan, setup.resolved)
+    need = disk_bytes(setup)
     free = shutil.disk_usage(".").free
     if need > free:
         wrong.append(

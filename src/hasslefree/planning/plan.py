@@ -458,13 +458,14 @@ def digest(plan: Plan) -> str:
     return f"{zlib.crc32(repr(layers).encode()):08x}"
 
 
-def bytes_to_write(model: torch.nn.Module, plan: Plan, resolved: Resolved) -> int:
+def bytes_to_write(model: torch.nn.Module, blocks: Blocks, plan: Plan, resolved: Resolved) -> int:
     """The size of the folder at its largest: trained blocks are written before those that they
     replace are removed.
     """
     taken = bytes_on_disk(model, plan)
     if resolved.match_predictions:
-        taken += sum(map(bytes_of, plan.blocks))
+        for block, plans in zip(blocks.modules, plan.blocks, strict=True):
+            taken += weights_on_disk(block, Plan([plans]))
     return taken
 
 
@@ -474,7 +475,8 @@ def bytes_on_disk(model: torch.nn.Module, plan: Plan) -> int:
 
 
 def weights_on_disk(model: torch.nn.Module, plan: Plan) -> int:
-    """The size of all tensors in the files: what stays dense, and the packed layers.
+    """The size of all tensors of a model or a block in the files: what stays dense, and the packed
+    layers.
 
     Stored buffers count: each block of MiniMax has one of heads × 256 × 256 numbers.
     """

@@ -14,8 +14,7 @@ from hasslefree.errors import with_flags
 from hasslefree.models.blocks import other_modalities
 from hasslefree.packed.kernels.codes import Nibbles
 from hasslefree.planning.advice import Advice
-from hasslefree.planning.duration import flops_by_phase
-from hasslefree.planning.machine import product_rate
+from hasslefree.planning.duration import flops_by_phase, seconds_by_phase
 from hasslefree.planning.memory import footprint_here, states_bytes, total, verdict
 from hasslefree.planning.plan import (
     ROOM,
@@ -118,9 +117,9 @@ def plan_table(setup: Setup, *more: Table) -> Group:
         totals.add_row(name, peak)
     if plan["dense_by_default"]:
         totals.add_row("kept dense automatically", "\n".join(plan["dense_by_default"]))
-    rate = product_rate(setup.device)
-    time = f"about {duration(plan['flops'] / rate)}"
-    phases = [f"{name} {duration(flops / rate)}" for name, flops in plan["phases"].items()]
+    seconds = seconds_by_phase(setup)
+    time = f"about {duration(sum(seconds.values()))}"
+    phases = [f"{name} {duration(taken)}" for name, taken in seconds.items()]
     totals.add_row("time", "\n".join([time, *phases]))
     end = plan["problem"] or f"It fits, in memory and on this disk, and takes {time}."
     return Group(layer_table(plan["layers"], title), totals, *more, Text(f"\n{end}"))
