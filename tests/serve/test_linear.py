@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from hasslefree.errors import CheckpointError
+from hasslefree.errors import CheckpointError, ServeError
 from tests.serve.layers import dense, layer_of
 
 WIDTH = 64
@@ -59,6 +59,13 @@ def test_a_layer_is_loaded_by_vllm_s_loaders(served, caplog):
     expected = x.double() @ torch.cat([each.matrix for each in layers]).T + bias.double()
     torch.testing.assert_close(method.apply(layer, x, bias).double(), expected, rtol=1e-5, atol=1e-4)
     assert {name for name, _ in layer.named_parameters()} == {"compressed.weight"}
+
+
+def test_rows_that_vllm_reorders_are_refused(served):
+    """GPT-NeoX has q, k and v of each head together; vLLM asks each parameter for the dimension of its rows."""
+    layer, _ = created(served, [layer_of("dense, int4", (16, WIDTH), 0)], [16])
+    with pytest.raises(ServeError, match=r"reorders the rows of blocks\.0\.l0 .*hasslefree export"):
+        getattr(layer.weight_packed, "output_dim", None)
 
 
 def test_a_tensor_that_the_files_lack_is_an_error(served):

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, QKVParallelLinear
 
 from hasslefree.checkpoint.entries import Entry
+from hasslefree.errors import ServeError
 from hasslefree.serve.fused import FusedLinear, Slices
 from hasslefree.serve.kernels import kernel_for
 from hasslefree.serve.parts import Division
+from hasslefree.serve.requirements import DENSE
 from hasslefree.units import size
 
 logger = logging.getLogger(__name__)
@@ -117,6 +119,16 @@ class WeightSlot(nn.Parameter):
     ):
         self.leaf = leaf
         self.fused = fused
+
+    @property
+    def output_dim(self) -> int:
+        """Raise a ServeError: loaders of vLLM's models ask for it only to reorder rows by head, as
+        in GPT-NeoX, BLOOM, Falcon and Persimmon. Packed tensors would keep their order.
+        """
+        raise ServeError(
+            f"vLLM reorders the rows of {self.fused.parts[0].name} as it loads them, and those of a"
+            f" compressed layer cannot be reordered: {DENSE}"
+        )
 
     def weight_loader(
         self,
