@@ -4,6 +4,7 @@ import re
 
 import pytest
 import yaml
+from markdown_it import MarkdownIt
 
 import hasslefree
 from hasslefree import Recipe
@@ -68,6 +69,17 @@ def test_the_card_says_what_became_of_the_matrices(layers, said, tags):
     card = model_card(Record("m", {}, "", {}, "cpu", "float32", 8, 8, 3.0, tuple(records)), {})
     assert said in card.replace("\n", " ")
     assert front_of(card)["tags"] == ["hasslefree", *tags]
+
+
+def test_globs_in_a_card_keep_their_asterisks():
+    """Oracle: a parser of Markdown."""
+    layer = LayerRecord("m.0.q", LayerSpec("dense", (32, 32), 0, 1024, Grid(4, 32, offset=True)), 0.1, 0.1, 0.0)
+    recipe = {"leave_dense": ["*.experts.*", "m.*.k"]}
+    routers = tuple(f"m.{i}.{name}" for i in range(2) for name in ("gate.w", "shared_gate.w"))
+    card = model_card(Record("m", recipe, "", {}, "cpu", "float32", 8, 8, 3.0, (layer,), dense=routers), {})
+    page = MarkdownIt("commonmark").render(card.split("---\n", 2)[2])
+    assert "Left as they are: *.experts.*, m.*.k." in page
+    assert "stayed dense: m.*.gate.w (2), m.*.shared_gate.w (2)." in page
 
 
 def test_the_card_of_a_folder(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """README.md of the folders that are written, in the Hub's format."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,7 @@ def _front(
 
 
 def cell(value: Any) -> str:
-    """A value in a line of a table."""
+    """A value in a line of a table or of text, without what Markdown would take for its own."""
     text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    return "<br>".join(" ".join(line.replace("|", "\\|").split()) for line in text.splitlines())
+    plain = re.sub(r"[|*<`\[]", r"\\\g<0>", text)
+    return "<br>".join(" ".join(line.split()) for line in plain.splitlines())
