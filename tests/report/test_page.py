@@ -15,8 +15,8 @@ from html.parser import HTMLParser
 import pytest
 
 from hasslefree.errors import MemoryShortError
-from hasslefree.report.charts import comparisons, thinned, write_figures
-from hasslefree.report.content import OUTSIDE, read_content
+from hasslefree.report.charts import comparisons, lines, run_charts, thinned, write_figures
+from hasslefree.report.content import OUTSIDE, Content, read_content
 from hasslefree.report.maps import MAPS, cells, figures, layer_map
 from hasslefree.report.page import leading, render
 from tests.report.folders import compressed, edit, evaluation
@@ -200,6 +200,34 @@ def test_experts_share_a_cell_by_hand():
     means = cells(values, MAPS["relative-error"])
     assert [(row["value"], row["text"]) for row in means] == [(0.02333, "2.3 %"), (0.1867, "19 %")]
     assert f"layer: {first}; nats per token: 0.07" in layer_map("sensitivity", values).svg()
+
+
+def test_maps_of_folders_with_experts_have_one_scale(made):
+    """By hand: 14 experts share a cell. Each takes 1 kB in one folder and 3 kB in the other, all of them 14 and 42."""
+    runs = []
+    for run, stored in zip(read_content(made).runs, (1000, 3000), strict=True):
+        layers = tuple(
+            dataclasses.replace(layer, name=f"m.layers.0.mlp.experts.{i}.w1", bytes=stored)
+            for i, layer in enumerate(run.record.layers)
+        )
+        runs.append(dataclasses.replace(run, record=dataclasses.replace(run.record, layers=layers), spectra={}))
+    content = Content(tuple(runs), {})
+    for run in runs:
+        chart = run_charts(run, content, "0")["bytes-0"].chart
+        assert chart["layer"][0]["encoding"]["color"]["scale"]["domain"] == [14.0, 42.0]
+
+
+def test_folders_whose_names_differ_in_a_slash_have_figures_of_their_own(made, tmp_path):
+    run, _ = read_content(made).runs
+    runs = tuple(dataclasses.replace(run, name=name, spectra={}) for name in ("a/b", "a-b"))
+    files = write_figures(Content(runs, {}), tmp_path)
+    assert len(set(files)) == len(files) == len([*tmp_path.iterdir()])
+
+
+def test_a_curve_of_one_value_can_be_seen():
+    """Oracle: the marks of the picture. A line from a point to itself is not drawn."""
+    row = {"layer": "a", "kind": "q", "step": [1], "value": [0.5]}
+    assert 'aria-roledescription="point"' in lines("L of rank 1", [row], "x", "y", is_share=True).svg()
 
 
 @pytest.mark.parametrize("name", ["relative-error", "rank"])

@@ -11,7 +11,7 @@ import torch
 from hasslefree.checkpoint.output import write_whole
 from hasslefree.report.content import OUTSIDE, Content, Run, model_name, place, places
 from hasslefree.report.drawing import CONFIG, Drawing, png, vega_lite
-from hasslefree.report.maps import MAPS, figures, layer_map
+from hasslefree.report.maps import MAPS, cells, figures, layer_map
 from hasslefree.units import significant
 
 # The most numbers in the curves of all layers of a report, about seven bytes each on the page.
@@ -40,6 +40,8 @@ def write_figures(content: Content, folder: Path) -> list[Path]:
     files: list[Path] = []
     for name, drawing in drawings.items():
         stem = re.sub(r"[^\w.-]+", "-", name)
+        if folder / f"{stem}.svg" in files:  # of the folders a/b and a-b
+            stem = f"{stem}-{len(files)}"
         svg = drawing.svg()
         for file, image in ((f"{stem}.png", png(svg)), (f"{stem}.svg", svg)):
             write_whole(folder / file, image)
@@ -63,7 +65,7 @@ def run_charts(
     shared: dict[str, list[float]] = {name: [] for name in MAPS}
     for other in content.runs:
         for name, values in figures(other.record).items():
-            shared[name].extend(values.values())
+            shared[name].extend(row["value"] for row in cells(values, MAPS[name]))
     charts: dict[str, Drawing] = {}
     for name, values in figures(run.record).items():
         if values:
