@@ -14,6 +14,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from hasslefree.core.compiled import compiled
+
 # Groups that are ranked together: a register of vectors for each comparison, and few enough to stay
 # in the first cache.
 LANES = 32
@@ -80,7 +82,7 @@ def kernel_for(m: int) -> Callable[..., None]:
             sparse[at] = kept
             target[at] = weight[at] + x - 2 * kept
 
-    @njit(nogil=True, error_model="numpy", cache=True)
+    @compiled(nogil=True, error_model="numpy")
     def project(weight, state, sparse, target, mask, n):
         score = np.empty((m, LANES), np.float32)
         before = np.empty((m, LANES), np.int32)

@@ -15,6 +15,7 @@ import numpy as np
 from numba import njit, prange, types
 from numba.extending import overload
 
+from hasslefree.core.compiled import compiled
 from hasslefree.packed.kernels.llvm import WIDE as WIDE
 from hasslefree.packed.kernels.llvm import prefetch, store_totals, zeros
 from hasslefree.packed.kernels.llvm_pairs import add_products
@@ -32,8 +33,8 @@ AHEAD = 8192
 CODES_AHEAD = 1024
 
 row_function = njit(nogil=True, error_model="numpy", inline="always")
-rows_in_parallel = njit(nogil=True, error_model="numpy", parallel=True, cache=True)
-sums_in_parallel = njit(nogil=True, error_model="numpy", parallel=True, cache=True, fastmath=SUMS)
+rows_in_parallel = compiled(nogil=True, error_model="numpy", parallel=True)
+sums_in_parallel = compiled(nogil=True, error_model="numpy", parallel=True, fastmath=SUMS)
 
 
 def widen(value):

@@ -4,9 +4,10 @@ those of `cpu`.
 """
 
 import numpy as np
-from numba import carray, njit, prange, types  # type: ignore[attr-defined]
+from numba import carray, prange, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 
+from hasslefree.core.compiled import compiled
 from hasslefree.packed.kernels.cpu import (
     SUMS,
     row_function,
@@ -40,7 +41,7 @@ def bits_at(typing, address):
     return pointer(address), generate
 
 
-@njit(nogil=True, error_model="numpy", cache=True, fastmath=SUMS)
+@compiled(nogil=True, error_model="numpy", fastmath=SUMS)
 def add_low_rank(
     x_address,
     y_address,

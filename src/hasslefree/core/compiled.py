@@ -1,0 +1,34 @@
+"""Functions that Numba compiles, and keeps on the disk for the next process."""
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from numba import njit
+
+logger = logging.getLogger(__name__)
+
+
+def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Numba's `njit` with a cache on the disk; without one where no folder for it can be written,
+    such as in a read-only container.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        try:
+            return njit(cache=True, **options)(function)
+        except RuntimeError:
+            log_uncached()
+            return njit(**options)(function)
+
+    return decorate
+
+
+@cache
+def log_uncached() -> None:
+    """Log once that functions are compiled again in every process."""
+    logger.warning(
+        "Numba compiles its kernels again in every process, which is slow: it can write neither"
+        " beside them nor in the home folder; set NUMBA_CACHE_DIR to a folder that it can write"
+    )
