@@ -59,6 +59,14 @@ def test_rows_are_those_of_the_matrix(grid, dtype):
     assert torch.equal(layer(ids()), matrix.to(dtype)[ids()])
 
 
+def test_it_compiles_into_one_graph_with_its_head():
+    """Oracle: both, not compiled. The head has taken the codes."""
+    layer, _ = embedding(GRIDS["6 bits, symmetric"], torch.bfloat16)
+    both = nn.Sequential(layer, TiedHead(layer, None)).requires_grad_(False)
+    expected = both(ids())
+    torch.testing.assert_close(torch.compile(both, fullgraph=True, backend="eager")(ids()), expected)
+
+
 @grids
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_tied_head_multiplies_by_the_same_codes(grid, dtype):

@@ -219,14 +219,15 @@ def built(make, pattern):
 
 @pytest.mark.parametrize(("make", "pattern"), ANY_LAYER)
 @pytest.mark.parametrize("tokens", [2, 40])
-def test_a_layer_within_autocast(make, pattern, tokens):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_within_autocast(make, pattern, tokens, dtype):
     """Oracle: the layer without autocast. Products may be in bfloat16, and no part may be lost."""
     layer = built(make, pattern)
-    x = torch.randn(tokens, 24, dtype=layer.weight.dtype)
+    x = torch.randn(tokens, 24).bfloat16().to(layer.weight.dtype)
     with torch.no_grad():
         expected = layer(x)
         with torch.autocast("cpu", torch.bfloat16):
-            y = layer(x)
+            y = layer(x.to(dtype))
     torch.testing.assert_close(y.to(expected.dtype), expected, rtol=0.02, atol=0.1)
 
 

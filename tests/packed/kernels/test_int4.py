@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 
 from hasslefree import Grid, LowRank, SparseLowRankLinear, use_backend
@@ -246,12 +247,31 @@ def test_a_call_with_gradients_unpacks_and_agrees():
 def test_it_compiles_into_one_graph():
     layer, matrix, b = layer_of()
     layer(torch.randn(1, 192).bfloat16())
-    compiled = torch.compile(layer, fullgraph=True, backend="eager")
-    for tokens in (1, 40):
+    graphs = CompileCounter()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=graphs)
+    for tokens in (5, 40, 41):
         x = torch.randn(tokens, 192).bfloat16()
         with torch.no_grad():
             assert close(compiled(x), F.linear(x.double(), matrix, b))
     assert layer.kernel.prepared.operands is not None
+    assert graphs.frame_count == 1, "a graph was compiled for each number of tokens"
+
+
+@pytest.mark.parametrize(("bits", "group"), [(5, 32), (8, 32), (3, 16)])
+def test_no_tokens(bits, group):
+    layer, *_ = layer_of(Grid(bits, group))
+    assert layer(torch.empty(2, 0, 192).bfloat16()).shape == (2, 0, 112)
+
+
+def test_a_state_dict_that_was_taken_in_inference_mode():
+    """Oracle: the codes before. What is made in this mode can only be changed in it."""
+    layer, matrix, b = layer_of()
+    state, x = copy.deepcopy(layer.state_dict()), torch.randn(2, 192).bfloat16()
+    with torch.inference_mode():
+        layer(x)
+        assert all(map(torch.equal, layer.state_dict().values(), state.values()))
+    layer.load_state_dict(state)
+    assert close(layer(x), F.linear(x.double(), matrix, b))
 
 
 def case(**changes):
@@ -304,5 +324,5 @@ def test_a_processor_or_torch_with_other_instructions_or_another_order(monkeypat
     with monkeypatch.context() as other:
         other.setattr(interleaved, "BLOCKS", dict.fromkeys(interleaved.BLOCKS, 16))
         assert "in a way that is not known here; update hasslefree" in ask()
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "NEON")
+    monkeypatch.setattr(interleaved, "CAPABILITY", "NEON")
     assert "AVX2 or AVX-512, and torch uses NEON" in ask()

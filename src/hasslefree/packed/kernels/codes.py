@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hasslefree.packed.kernels import arrays
+from hasslefree.packed.kernels import arrays, interleaved
 from hasslefree.packed.kernels.arrays import numba_kernels
 
 # The groups of nibbles that the operators take.
@@ -149,7 +149,7 @@ class Nibbles:
         if self.count == 1:
             return x.contiguous()
         multiples = multiples_on(x.device, LOW_AND_HIGH if self.is_high else FILLED_UP)
-        return (x.reshape(-1, 1, self.group) * multiples).view(len(x), -1)
+        return (x.unflatten(1, (-1, 1, self.group)) * multiples).flatten(1)
 
     def values(self, nibbles: Tensor, terms: Tensor) -> Tensor:
         """S (rows, in), bfloat16.
@@ -178,6 +178,6 @@ def shares_nibbles() -> bool:
     """Whether high bits can share nibbles: the processor has the instructions, and torch's order of
     codes is that of our kernel.
     """
-    if not arrays.HAS_NUMBA or torch.backends.cpu.get_cpu_capability() != "AVX512":
+    if not arrays.HAS_NUMBA or interleaved.CAPABILITY != "AVX512":
         return False
     return bool(numba_kernels().WIDE)

@@ -15,17 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hasslefree.core.grids import Grid
-from hasslefree.packed.kernels import arrays, tiles
+from hasslefree.packed.kernels import arrays, interleaved, tiles
 from hasslefree.packed.kernels.arrays import HighArrays, bits_of, is_traced, numba_kernels
 from hasslefree.packed.kernels.codes import ZERO, Nibbles
 from hasslefree.packed.kernels.factors import add_low_rank
-from hasslefree.packed.kernels.interleaved import (
-    BLOCKS,
-    interleaved,
-    rows_of,
-    rows_of_block,
-    write_columns,
-)
+from hasslefree.packed.kernels.interleaved import rows_of, rows_of_block, write_columns
 from hasslefree.packed.kernels.ops import as_operator
 from hasslefree.packed.kernels.rooms import BLOCK, BlockedRoom, Room, room_for
 
@@ -87,9 +81,9 @@ class Int4:
         packed = codes.new_empty(out, nibbles.count * width // 2)
         shared = codes.new_empty(out, nibbles.shared * width // 8)
         for rows in tiles_of(out, width):
-            packed[rows] = interleaved(nibbles.split(codes[rows]))
+            packed[rows] = interleaved.interleaved(nibbles.split(codes[rows]))
             if nibbles.shared:
-                shared[rows] = interleaved(nibbles.share(codes[rows]))
+                shared[rows] = interleaved.interleaved(nibbles.share(codes[rows]))
         return cls(packed, terms, nibbles, shared if nibbles.shared else None)
 
     @property
@@ -196,7 +190,7 @@ def int4_product(
 
 
 linear_int4 = as_operator("hasslefree::linear_int4", int4_product)
-linear_int4.register_fake(lambda x, codes, *_: x.new_empty(len(x), len(codes)))
+linear_int4.register_fake(lambda x, codes, *_: x.new_empty(x.shape[0], codes.shape[0]))
 
 
 def fill(room: Room, operands: Int4, rows: slice) -> None:
@@ -289,8 +283,8 @@ def without_cpu() -> str | None:
     """Say why the operators cannot be used on this processor; None if they can. Their order of
     codes is tried once.
     """
-    name = torch.backends.cpu.get_cpu_capability()
-    if name not in BLOCKS:
+    name = interleaved.CAPABILITY
+    if name not in interleaved.BLOCKS:
         return (
             "torch's operators for codes of 4 bits need a processor with AVX2 or AVX-512, and"
             f" torch uses {name}"

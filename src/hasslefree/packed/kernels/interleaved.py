@@ -10,11 +10,13 @@ from torch import Tensor
 
 # The rows of a block, by the instructions that torch uses.
 BLOCKS = {"AVX512": 64, "AVX2": 32}
+# Looked up once: torch.compile cannot trace the call.
+CAPABILITY = torch.backends.cpu.get_cpu_capability()
 
 
 def rows_of_block() -> int:
     """The rows of a block on this processor."""
-    return BLOCKS[torch.backends.cpu.get_cpu_capability()]
+    return BLOCKS[CAPABILITY]
 
 
 def interleaved(nibbles: Tensor) -> Tensor:

@@ -308,7 +308,8 @@ class CodesKernel:
         if layer._buffers["weight_packed"] is None:
             codes = prepared.operands.all_codes()
             assert prepared.index is not None
-            layer._buffers["weight_packed"] = layer.spec.pack(codes, prepared.index)
+            with torch.inference_mode(False):  # a buffer that can be changed in place later
+                layer._buffers["weight_packed"] = layer.spec.pack(codes, prepared.index)
         self.prepared = NO_CODES
 
 
