@@ -48,12 +48,14 @@ def read_limited(handle: BinaryIO, most: int) -> str:
     return content.decode("utf-8")
 
 
-def read_json(file: Path, remedy: str = "download or copy it again") -> dict[str, Any]:
-    """Read the JSON object in a file. Raises a CheckpointError that ends with `remedy` if there is
-    none.
+def read_json(
+    file: Path, remedy: str = "download or copy it again", most: int = MOST_BYTES
+) -> dict[str, Any]:
+    """Read the JSON object in a file of at most `most` bytes. Raises a CheckpointError that ends
+    with `remedy` if there is none.
     """
     try:
-        content = json.loads(read_small(file))
+        content = json.loads(read_small(file, most))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}; {remedy}") from None
     if not isinstance(content, dict):

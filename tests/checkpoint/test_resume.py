@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import hasslefree
 from hasslefree import Recipe
 from hasslefree.checkpoint import output
 from hasslefree.checkpoint import resume as journal
-from hasslefree.checkpoint.journal import Progress
+from hasslefree.checkpoint.journal import Progress, read_progress
 from hasslefree.errors import CheckpointError, HasslefreeError, OutputError, WriteError
 from hasslefree.pipeline import layers
 from hasslefree.train.optimizer import BlockOptimizer
@@ -276,6 +277,26 @@ def test_what_was_there_comes_back_after_a_kill_between_the_last_two_renames(tmp
     with pytest.raises(OutputError, match="not empty; use overwrite=True"):
         compress(tmp_path / "out")
     assert (tmp_path / "out" / "mine.txt").read_text() == "precious"
+
+
+def test_a_kill_while_what_was_there_is_removed(whole, tmp_path):
+    """Oracle: the folder of an uninterrupted run. The new folder is in its place, and half of the old one is left."""
+    out = tmp_path / "out"
+    compress(out)
+    left = interrupted(out, 8, overwrite=True)
+    shutil.rmtree(left / "model")
+    (left / "before").mkdir()
+    (left / "before" / "config.json").write_text("{}")
+    compress(out, overwrite=True)
+    assert contents(out) == whole
+    assert not left.exists()
+
+
+def test_the_journal_of_a_mixture_of_many_experts_is_read(tmp_path):
+    """Kimi K2 has 69,000 matrices, which take 1.4 KB each."""
+    written = Progress([], {"model": "x" * 97_000_000})
+    written.write(tmp_path)
+    assert read_progress(tmp_path) == written
 
 
 def test_two_at_once(tmp_path):

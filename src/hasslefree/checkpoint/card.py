@@ -14,10 +14,7 @@ from hasslefree.escaping import escaped
 from hasslefree.models.rules import by_kind
 
 ASSETS = Path(__file__).parent / "assets"
-# What an upload replaces in a card with the name on the hub; and the tag by which it knows its own
-# models.
-PLACE = "path/to/this/folder"
-NAME = "USER/NAME"
+# The tag by which an upload knows its own models.
 TAG = "hasslefree"
 
 # The picture in the card of a compressed folder.
@@ -117,7 +114,7 @@ def rendered(template: str, front: ModelCardData, **content: Any) -> str:
         keep_trailing_newline=True,
     )
     made.filters |= {"by_kind": by_kind, "cell": cell, "trained": trained}
-    made.globals |= {"front": front.to_yaml(), "place": PLACE, "hub_name": NAME}
+    made.globals["front"] = front.to_yaml()
     return escaped(made.get_template(template).render(content), "\n")
 
 

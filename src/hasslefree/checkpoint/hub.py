@@ -2,6 +2,7 @@
 work.
 """
 
+import re
 import shlex
 from pathlib import Path
 
@@ -9,10 +10,13 @@ from huggingface_hub import auth_check, create_repo, model_info, upload_folder, 
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from hasslefree.checkpoint.card import NAME, PLACE, TAG
+from hasslefree.checkpoint.card import TAG
 from hasslefree.checkpoint.output import rewrite
 from hasslefree.errors import OutputError, option
 from hasslefree.validation import typed
+
+# In a card, the name that the model is loaded by: a path, or where it was uploaded before.
+SHOWN = re.compile(r'(?<=from_pretrained\(")(?!DIR)[^"]+|(?<=hf download )\S+')
 
 
 @typed
@@ -69,7 +73,7 @@ def prepare_push(name: str, private: bool = False) -> None:
 def upload(folder: Path, name: str) -> str:
     """Upload a folder to a repository that `prepare_push` has checked."""
     card = folder / "README.md"
-    rewrite(card, card.read_text(encoding="utf-8").replace(PLACE, name).replace(NAME, name))
+    rewrite(card, SHOWN.sub(name, card.read_text(encoding="utf-8")))
     later = (
         f"{folder} is complete; upload it with"
         f" {shlex.join(['hf', 'upload', name, str(folder), '--delete', '*'])}"

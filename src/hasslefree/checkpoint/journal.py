@@ -18,6 +18,8 @@ from hasslefree.files import read_json
 from hasslefree.validation import InvalidError, validated
 
 JOURNAL = "progress.json"
+# 1.4 KB for each matrix, of which models have up to 70,000. It was written on this machine.
+MOST_BYTES = 1 << 30
 PART = r"(model|fitted)-\d+-of-\d+\.safetensors"
 
 
@@ -97,7 +99,7 @@ def read_progress(folder: Path) -> Progress:
         return Progress([])
     remedy = "move it away, or delete it to start again"
     try:
-        return validated(Progress, read_json(file, remedy))
+        return validated(Progress, read_json(file, remedy, MOST_BYTES))
     except InvalidError as error:
         raise CheckpointError(f"{file} is damaged ({error}); {remedy}") from None
 

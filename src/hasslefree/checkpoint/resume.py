@@ -186,8 +186,11 @@ def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]
             f"another compression is writing to {folder}; wait for it, or give another folder"
         ) from None
     with locked:
-        if (folder / BEFORE).exists() and not out.exists():  # killed between two renames
-            (folder / BEFORE).rename(out)
+        before = folder / BEFORE
+        if before.exists() and not out.exists():  # killed between two renames
+            before.rename(out)
+        elif not (folder / "model").exists():  # killed after both: it has been replaced
+            shutil.rmtree(before, ignore_errors=True)
         check_output(out, overwrite)
         progress = intact_progress(folder)
         if progress.parts and not resume and not overwrite:
