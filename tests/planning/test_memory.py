@@ -3,16 +3,24 @@
 import dataclasses
 import io
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hasslefree
 from hasslefree import Recipe
-from hasslefree.errors import BudgetError, GridError, MemoryShortError, ModelError, UnknownNameError
+from hasslefree.errors import (
+    BudgetError,
+    GridError,
+    MemoryShortError,
+    ModelError,
+    OutputError,
+    UnknownNameError,
+)
 from hasslefree.models.activations import Activations
 from hasslefree.models.load import load_on_disk
 from hasslefree.packed.linear import compressed_layers
@@ -214,6 +222,15 @@ def test_the_disk_holds_what_is_converted_and_hidden_states_too(tmp_path):
     assert disk_bytes(two) == folder + 2 * (converted + states_bytes(two))
 
 
+def test_a_disk_without_room_for_hidden_states_is_refused_before_the_work(tmp_path, monkeypatch):
+    setup = planned(tmp_path / "model", storage="disk")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=disk_bytes(setup) - 1))
+    model, out = build("llama"), tmp_path / "out"
+    with pytest.raises(OutputError, match="are needed; make room or choose another disk"):
+        hasslefree.compress(model, out, FAST, segments=segments(6), activations="disk")
+    hasslefree.compress(model, out, dataclasses.replace(FAST, rounds=1), segments=segments(6))
+
+
 def test_dense_layers_of_trained_blocks_are_written_twice_too(tmp_path):
     """Oracle: the tensors of the blocks in the folder."""
     recipe = dataclasses.replace(TRAINED, leave_dense=("*.mlp.*",))
@@ -364,16 +381,47 @@ def test_flops_by_hand(tmp_path):
     checked = 2 * 2 * 32 * 16  # of both models, on text and code
     assert flops[INPUTS] == 2 * tokens * (2 * (6 * 32**2 + 48**2) + 2 * block) + 2 * checked * 2 * block
     assert flops[CHECK] == 2 * checked * head
-    assert flops[SOLVING] == 2 * 20 * volume
+    assert flops[SOLVING] == 2 * (50 + 20) * volume
     assert flops[PROBES] == 2 * tokens * (2 * block + head)
     assert flops[ALLOCATION] > 2 * flops[PROBES]
     assert flops[REFERENCE] == 2 * segments_for(64, 16) * 16 * 2 * block
     assert flops[PREDICTIONS] == 2 * segments_for(64, 16) * 16 * (8 * block + 3 * head)
-    eora, basil = (
-        flops_by_phase(planned(tmp_path / method, Recipe(rank=2, method=method, seqlen=16)))
-        for method in ("eora", "3basil")
+    owl = flops_by_phase(
+        planned(tmp_path / "owl", Recipe(sparsity=0.5, pattern="unstructured", method="wanda", allocate="owl"))
     )
-    assert basil[SOLVING] > 100 * eora[SOLVING]
+    assert owl[ALLOCATION] > owl[INPUTS] / 2, "the inputs are collected twice"
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "fields"),
+    [
+        ("whole_files_SmolLM2-135M-Instruct", "5.2bits, fast", {"size": "5.2bits", "effort": "fast"}),
+        ("whole_files_SmolLM2-135M-Instruct", "2:4 in 6 bits + rank 96, fast",
+         {"pattern": "2:4", "bits": 6, "rank": 96, "effort": "fast"}),
+        ("two_four", "balanced", {"pattern": "2:4", "rank": 16}),
+    ],
+)  # fmt: skip
+def test_phases_take_the_time_that_was_measured(file, name, fields, tmp_path):
+    """Oracle: the seconds of SmolLM2-135M, which say how fast the machine was while inputs were collected."""
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
+    LlamaConfig(**sizes, **heads, dtype="bfloat16", architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    recipe = Recipe(samples=64, seqlen=512, check=False, **fields)
+    flops = flops_by_phase(setup_of(str(tmp_path), recipe, CPU, "device"))
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / f"{file}.json"
+    measured = json.loads(results.read_text())["results"][name]["0"]["phases"]
+    estimated = {phase: flops[phase] * measured[INPUTS] / flops[INPUTS] for phase in flops}
+    assert 0.7 < sum(estimated.values()) / sum(measured[phase] for phase in flops) < 1.4
+
+
+@pytest.mark.parametrize(("method", "at_least"), [("hassle-free", 100), ("oats", 100), ("eora", 3), ("3basil", 10)])
+def test_methods_take_longer_than_wanda(method, at_least, tmp_path):
+    """Oracle: benchmarks/results/layers.json, in which they take 400, 180, 5 and 180 times as long."""
+    flops = {}
+    for name, fields in {method: {"rank": 2}, "wanda": {}}.items():
+        setup = planned(tmp_path / name, Recipe(method=name, seqlen=16, pattern="2:4", **fields))
+        flops[name] = flops_by_phase(setup)[SOLVING]
+    assert flops[method] > at_least * flops["wanda"]
 
 
 def test_processes_of_one_machine_share_its_memory(tmp_path, monkeypatch):

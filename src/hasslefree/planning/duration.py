@@ -1,5 +1,6 @@
 """How long a compression takes, in products of float32 matrices: 2 · tokens · parameters for a
-forward pass, twice that for a backward pass, and 2 · rounds · out · in² for each layer (out, in).
+forward pass, twice that for a backward pass, and 2 · out · in² for each product of a layer (out,
+in).
 """
 
 from collections.abc import Collection
@@ -11,9 +12,29 @@ from hasslefree.planning.setup import Setup
 from hasslefree.progress import ALLOCATION, CHECK, INPUTS, PREDICTIONS, PROBES, REFERENCE, SOLVING
 from hasslefree.solve.methods.joint import QUICK_PRUNING
 
-# For methods that stop by themselves: the number of products out × in × in that take as long, as
-# measured on layers of 512 to 1024 inputs.
-ROUNDS = {"3basil": 900, "alps": 160, "osscar": 300, "pcp": 1000}
+# The number of products out × in × in that take as long as a method: what it does once for a layer,
+# and each of its rounds (benchmarks/results/layers.json, and for ours whole_files_*.json).
+PRODUCTS = {
+    "joint": (50, 1),
+    "joint-grid": (50, 1),
+    "hassle-free": (0, 36),
+    "oats": (0, 18),
+    "godec": (0, 17),
+    "eora": (0, 30),
+    "losparse": (0, 107),
+    "loftq": (0, 22),
+    "lq-lora": (0, 4),
+    "caldera": (0, 51),
+    "3basil": (900, 0),
+    "alps": (160, 0),
+    "osscar": (300, 0),
+    "pcp": (1000, 0),
+    "sparsegpt": (26, 0),
+    "gptq": (30, 0),
+}
+OTHERS = (6, 0)
+# The same for the descent of codes on a pruned support.
+DESCENT = 450
 
 
 def flops_by_phase(setup: Setup) -> dict[str, float]:
@@ -30,15 +51,20 @@ def flops_by_phase(setup: Setup) -> dict[str, float]:
     head = setup.embeddings.weight.numel()
     volume = sum(matrix.cost for matrix in setup.plan.matrices) / setup.processes
     resolved = setup.resolved
-    rounds = ROUNDS.get(resolved.method, getattr(resolved.solver, "rounds", 1))
+    once, per_round = PRODUCTS.get(resolved.method, OTHERS)
+    products = once + per_round * getattr(resolved.solver, "rounds", 0)
+    if resolved.method == "joint-grid" and resolved.pattern != "dense":
+        products += DESCENT
     grams = 2 * setup.text_tokens * squares
     forward = 2 * setup.text_tokens * parameters
     checking = 4 * setup.checked_tokens  # of the dense and the compressed model
     probing = 2 * setup.probe_tokens * (parameters + head)
     choosing = 0.0
     if probing:
-        grids = len(resolved.grids)
-        choosing = 2 * probing + 2 * (QUICK_PRUNING.rounds + grids) * volume
+        tries = PRODUCTS["joint"][0] + QUICK_PRUNING.rounds + len(resolved.grids)
+        choosing = 2 * probing + 2 * tries * volume
+    if resolved.allocate == "owl":
+        choosing = grams + passes_by_group(setup) * forward
     dense_tokens = setup.matched_tokens
     if setup.plan.ends and not dense_tokens:
         dense_tokens = setup.text_tokens  # for the inputs of the head
@@ -47,7 +73,7 @@ def flops_by_phase(setup: Setup) -> dict[str, float]:
         PROBES: probing,
         ALLOCATION: choosing,
         INPUTS: grams + passes(setup) * forward + checking * parameters,
-        SOLVING: 2 * rounds * volume,
+        SOLVING: 2 * products * volume,
         # A step runs a block forward, again and backward; predictions of both models, and a
         # backward pass of the head.
         PREDICTIONS: 2 * setup.matched_tokens * (4 * parameters + 3 * head),
@@ -62,8 +88,13 @@ def passes(setup: Setup) -> float:
         return 1
     if setup.resolved.sequential == "block":
         return 2
-    # A pass for each group of layers with the same input, about one for two kinds, and one that
-    # moves on.
+    return passes_by_group(setup)
+
+
+def passes_by_group(setup: Setup) -> float:
+    """A pass for each group of layers with the same input, about one for two kinds, and one that
+    moves on.
+    """
     return 1 + len(by_kind(setup.plan.blocks[0])) / 2
 
 
