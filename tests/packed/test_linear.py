@@ -435,9 +435,9 @@ def test_any_leading_dimensions(shape):
 
 def test_inputs_of_another_width_are_an_error():
     """The kernels read without asking how long a row is."""
-    for pattern in ("2:4", "3:8", "structured"):
-        with torch.no_grad(), pytest.raises(ShapeError):
-            layer_of(pattern, rank=0)(torch.randn(2, 16))
+    for pattern, width, tokens in itertools.product(PATTERNS, (16, 18, 20, 48), (2, 40)):
+        with torch.no_grad(), pytest.raises(ShapeError, match=f"the layer has 24 inputs, got {width}"):
+            layer_of(pattern, rank=0)(torch.randn(tokens, width))
 
 
 def test_a_copy_of_a_layer_has_arrays_of_its_own():

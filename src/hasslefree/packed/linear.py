@@ -228,11 +228,11 @@ class SparseLowRankLinear(nn.Module):
         if self.unpacked_copy is not None and not grad:
             return F.linear(x, self.unpacked_copy)
         backend = backends.choose(self.case(grad), self.backend)
+        if x.shape[-1] != self.in_features:
+            raise ShapeError(f"the layer has {self.in_features} inputs, got {x.shape[-1]}")
         if backend == "numba" and self.spec.grid is None and x.dtype == self.values.dtype:
             return ops.product(x, self.values, self.index, self.spec.layout)
         if self.spec.grid is None and isinstance(self.spec.layout, Columns):
-            if x.shape[-1] != self.in_features:
-                raise ShapeError(f"the layer has {self.in_features} inputs, got {x.shape[-1]}")
             return F.linear(x.index_select(-1, self.index), self.values)
         return F.linear(x, self.unpacked())
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hasslefree.core.linalg import multiplies_tiles
-from hasslefree.errors import ShapeError
 from hasslefree.packed.kernels.arrays import (
     LayerArrays,
     bits_of,
@@ -59,7 +58,7 @@ def product(
     """x Sᵀ.
 
     Args:
-        x: (..., in), float32, bfloat16 or float16.
+        x: (..., in), float32, bfloat16 or float16. Kernels do not check how long a row of it is.
         values: of S, of x's dtype.
         index: of S, uint8.
         layout: how S is stored.
@@ -91,7 +90,6 @@ def groups_product(
 
     x: (tokens, in). values: (out, in/M·N). positions: (out, bytes), uint8, the codes of the groups.
     """
-    _check_groups(x, values, positions, n, m)
     layout = PackedGroups(n, m)
     is_many = len(x) >= direct_tokens(layout).get(x.dtype, 0)
     if is_many and takes_tables(layout, x):
@@ -108,13 +106,6 @@ def mask_product(
 
     x: (tokens, in). values: (nonzeros,), row by row. mask: (out, ⌈in/8⌉), uint8.
     """
-    _check_dtypes(x, values, mask)
-    row_bytes = math.ceil(x.shape[1] / 8)
-    if mask.shape[1] != row_bytes:
-        raise ShapeError(
-            f"the mask must have {row_bytes} bytes per row for inputs of width {x.shape[1]}, got"
-            f" {mask.shape[1]}"
-        )
     return _by_layout(x, values, mask.contiguous(), Bitmask())
 
 
@@ -242,37 +233,3 @@ def _by_tiles(
         unpack(start, start + count, array[:count])
         y[:, start : start + count] = F.linear(x, tile[:count])
     return y
-
-
-def _check_groups(
-    x: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    n: int,
-    m: int,
-) -> None:
-    _check_dtypes(x, values, positions)
-    width = x.shape[1]
-    out = len(positions)
-    groups = width // m
-    values_shape = (out, groups * n)
-    positions_shape = (out, -(-groups * PackedGroups(n, m).code_bits // 8))
-    if width % m or values.shape != values_shape or positions.shape != positions_shape:
-        raise ShapeError(
-            f"pattern {n}:{m} and inputs of width {width} need a width divisible by {m}, values of"
-            f" shape {values_shape} and positions of shape {positions_shape}; got values of shape"
-            f" {tuple(values.shape)} and positions of shape {tuple(positions.shape)}"
-        )
-
-
-def _check_dtypes(
-    x: Tensor,
-    values: Tensor,
-    index: Tensor,
-) -> None:
-    if x.dtype != values.dtype or index.dtype != torch.uint8 or x.itemsize not in (2, 4):
-        raise ShapeError(
-            "inputs and values must have the same dtype, of 16 or 32 bits, and indices must be"
-            f" torch.uint8; got inputs of {x.dtype}, values of {values.dtype} and indices of"
-            f" {index.dtype}"
-        )

@@ -157,16 +157,10 @@ def prepare(layer: "SparseLowRankLinear", key: tuple[tuple[int, int], ...]) -> P
     layout = layer.spec.layout
     assert not isinstance(layout, Columns)
     stored = (layout, layer.in_features, layer.values, layer.index)
-    u = layer.low_rank_u
-    v = layer.low_rank_v
     if layer.spec.factor_bits is None:
-        return Prepared(key, tuple(tensors), LayerArrays(*stored, u, v, layer.bias))
-    assert u is not None
-    assert v is not None
-    factors = None
-    # Several threads of torch are faster for more.
-    if layer.values.dtype == torch.bfloat16 and u.numel() + v.numel() <= MAX_FACTORS:
-        factors = factor_arrays(layer)
+        plain = (layer.low_rank_u, layer.low_rank_v, layer.bias)
+        return Prepared(key, tuple(tensors), LayerArrays(*stored, *plain))
+    factors = factor_arrays(layer) if multiplies_few(layer) else None
     return Prepared(key, tuple(tensors), LayerArrays(*stored), factors)
 
 
