@@ -13,6 +13,7 @@ from rich.console import Console
 
 from hasslefree.bar import show, with_bar
 from hasslefree.cli import bars
+from hasslefree.errors import CalibrationError, option
 from hasslefree.progress import INPUTS, LOADING, SOLVING, Phases, Step
 
 
@@ -73,6 +74,15 @@ def test_a_note_stands_above_the_bars_and_a_phase_is_no_note(terminal, monkeypat
     text = file.getvalue()
     assert r"no \x1b[31mred[/] name" in text
     assert ("collecting layer inputs" in text) == terminal
+
+
+def test_an_error_in_a_note_names_the_flag(monkeypatch):
+    lines = []
+    monkeypatch.setattr(bars, "say", lines.append)
+    with bars.phase_bars():
+        error = CalibrationError(f"no connection; give {option('calibration', 'self')}")
+        logging.getLogger("hasslefree.pipeline").warning("no text of %r: %s", "c4", error)
+    assert lines[0].endswith(" no text of 'c4': no connection; give --calibration self")
 
 
 @with_bar

@@ -1,6 +1,7 @@
 """The command `bench`: what it times, and what it says of models that cannot be measured."""
 
 import json
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -118,6 +119,18 @@ def test_a_process_that_ends_while_the_other_works_is_said_to_lack_memory():
     dead.process = SimpleNamespace(join=lambda: None, exitcode=-9)
     with pytest.raises(ModelError, match="the process that runs m ended with code -9"):
         dead.turn()
+
+
+def test_ctrl_c_is_left_to_the_process_that_ends_the_others(monkeypatch):
+    """Oracle: a process inherits which signals are ignored."""
+    handlers = []
+    process = SimpleNamespace(start=lambda: handlers.append(signal.getsignal(signal.SIGINT)))
+    context = SimpleNamespace(Pipe=torch.multiprocessing.Pipe, Process=lambda **_: process)
+    monkeypatch.setattr(bench, "get_context", lambda _: context)
+    before = signal.getsignal(signal.SIGINT)
+    Contender("m", ALONE)
+    assert handlers == [signal.SIG_IGN]
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 @pytest.mark.parametrize(

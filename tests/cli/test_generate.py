@@ -97,6 +97,21 @@ def test_chat_answers_the_lines_of_a_pipe(monkeypatch, capsys, with_template):
     assert text.count("6 tokens, ") == 2
 
 
+@pytest.mark.parametrize(
+    ("command", "code", "message"),
+    [
+        ("generate OUT", 2, "the prompt is empty; give some text to continue\n"),
+        ("chat OUT", 0, "\n> \n"),
+        ("plan OUT --recipe -", 2, "the recipe - must contain fields, such as 'pattern: 2:4'\n"),
+    ],
+)
+def test_a_standard_input_that_was_closed_is_empty(command, code, message, monkeypatch, capsys, out):
+    monkeypatch.setattr(sys, "stdin", None)
+    ended, text = run(monkeypatch, capsys, *command.replace("OUT", str(out)).split())
+    assert ended == code
+    assert text.endswith(message), text
+
+
 def test_chat_goes_on_after_a_message_that_is_too_long(monkeypatch, capsys, out):
     arguments = ["chat", out, "--max-new-tokens", "2"]
     code, text = run(monkeypatch, capsys, *arguments, stdin=b"words " * 600 + b"\nReturn\n")

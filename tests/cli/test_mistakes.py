@@ -65,6 +65,17 @@ MISTAKES = {
     "report MODEL": "MODEL is not a compressed model; give a folder that `hasslefree compress` wrote",
     "generate OUT ": "the prompt is empty; give some text to continue",
     "evaluate OUT": "name at least one text or task, such as --perplexity wikitext2 or --tasks piqa",
+    "evaluate OUT --tasks piqa --kl": "--kl needs a text, such as --perplexity wikitext2; name one, or leave it out",
+    "evaluate OUT --tasks piqa --max-tokens 9": "--max-tokens needs a text, such as --perplexity wikitext2; name one, "
+    "or leave it out",
+    "evaluate OUT --perplexity python --limit 9": "--limit needs a task, such as --tasks piqa; name one, or leave it "
+    "out",
+    "evaluate OUT --tasks rte --batch-size 0": "Invalid value for '--batch-size': Input should be greater than or "
+    "equal to 1. The command is `hasslefree evaluate MODEL`; `hasslefree evaluate --help` lists its options",
+    "evaluate MODEL --perplexity python --dense original": "MODEL has no compression.json, which would name the dense "
+    "model; give that with --dense",
+    "report OUT --dense MODEL": "--dense continues the prompts; give some with --prompt, or leave it out",
+    "compress MODEL NEW --private": "--private is for --push-to; name a repository, or leave it out",
     "export OUT NEW": f"Missing option '--to'. {EXPORT}",
     "export OUT --to dense": f"Missing argument 'DEST'. {EXPORT}",
     "export OUT NEW --to onnx": "Known: compressed-tensors, dense, gguf, mlx, narrow, peft",

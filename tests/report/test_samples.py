@@ -39,6 +39,7 @@ def test_both_models_continue_each_prompt(out):
 def test_without_the_dense_model_the_page_says_why(out, monkeypatch):
     monkeypatch.setattr("hasslefree.evaluation.continuation.find_local_model", lambda name: None)
     found = sample_folders([out], ["ab"], max_new_tokens=2, device="cpu")
+    assert found == sample_folders([out], ["ab"], "original", 2, device="cpu")
     assert found[0].samples[0].dense is None
     page = render(read_content([out]), found)
     assert f"the dense model {MODEL} was not found from this folder or in the cache of the hub; name it with" in page

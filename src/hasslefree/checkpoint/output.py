@@ -220,7 +220,7 @@ def check_file(path: Path, start: bytes) -> None:
         name for name in (FILES, "compression.json", "config.json") if (file.parent / name).exists()
     }
     is_model = held - {"config.json"} or (held and any(file.parent.glob("*.safetensors")))
-    if is_model and not file.match("evaluation*.json"):
+    if is_model and not (file.match("evaluation*.json") or file.match("*.seconds.json")):
         raise OutputError(
             f"{path} is in a model folder, where only evaluation*.json can be written; {remedy}"
         )

@@ -457,9 +457,11 @@ def command_of(report: Record, trust_remote_code: bool = False) -> str | None:
         value = getattr(recipe, field.name)
         if value == field.default and field.name not in always:
             continue
-        flag = f"--{field.name.replace('_', '-')}"
+        name = field.name.replace("_", "-")
+        flag = f"--{name}"
         if isinstance(value, bool):
-            words.append(flag if value else f"--no-{flag[2:]}")
+            (switch,) = field.metadata.get("flags", (f"--{name}/--no-{name}",))
+            words.append(switch.split("/")[not value])
         else:
             words += [flag, *map(str, value if isinstance(value, tuple) else (value,))]
     if report.device != "cuda":

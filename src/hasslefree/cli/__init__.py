@@ -1,7 +1,7 @@
 """The command line."""
 
 import sys
-from io import TextIOWrapper
+from io import BytesIO, TextIOWrapper
 from typing import Any
 
 import typer.main
@@ -18,6 +18,7 @@ def run_app() -> None:
     """Run the command line; whatever ends it becomes a sentence and an exit code."""
     register_post_import_hook(_quiet_transformers, "transformers.utils.logging")
     register_post_import_hook(_quiet_hub, "huggingface_hub.utils.logging")
+    register_post_import_hook(_quiet_datasets, "datasets")
     _accept_any_text()
     root: Any = typer.main.get_command(app)
     try:
@@ -33,6 +34,8 @@ def _accept_any_text() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    if sys.stdin is None:  # it was closed
+        sys.stdin = TextIOWrapper(BytesIO())
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="replace")
 
@@ -41,6 +44,11 @@ def _quiet_transformers(logging: Any) -> None:
     """Leave progress to the package's own bars, and show only errors."""
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+
+
+def _quiet_datasets(datasets: Any) -> None:
+    """Leave progress to the package's own bars."""
+    datasets.disable_progress_bars()
 
 
 def _quiet_hub(logging: Any) -> None:

@@ -2,6 +2,7 @@
 file.
 """
 
+import copy
 import logging
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from rich.table import Column
 from rich.text import Text
 
 from hasslefree.cli.common import console, say
+from hasslefree.errors import HasslefreeError, with_flags
 from hasslefree.escaping import escaped
 from hasslefree.progress import SOLVING, Listener, Step, ignore
 from hasslefree.progress import logger as phase_logger
@@ -41,10 +43,20 @@ def phase_bars() -> Iterator[Listener]:
 
 
 class Lines(logging.Handler):
-    """A log handler that prints plain text, whatever the names in it hold."""
+    """A log handler that prints plain text, whatever the names in it hold. Errors in it name flags,
+    not arguments of Python.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(escaped(self.format(record)))
+        shown = copy.copy(record)
+        if isinstance(record.args, tuple):
+            shown.args = tuple(map(as_on_command_line, record.args))
+        say(escaped(self.format(shown)))
+
+
+def as_on_command_line(value: object) -> object:
+    """The message of an error with its flags; any other value as it is."""
+    return with_flags(value.message) if isinstance(value, HasslefreeError) else value
 
 
 class Bars(Progress):

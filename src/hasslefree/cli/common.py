@@ -21,6 +21,7 @@ from rich.segment import Segment
 from typer.core import TyperCommand, TyperGroup
 
 import hasslefree
+from hasslefree.errors import OutputError
 from hasslefree.escaping import escaped
 
 # The headings of the root's help and, beside those of a recipe, of a command's help.
@@ -215,15 +216,22 @@ def leave_standard_output(as_json: bool) -> bool:
     return as_json
 
 
-def check_output_file(output: Path | None) -> Path | None:
-    """Raise an OutputError if --output cannot be written."""
+def check_output_file(context: typer.Context, output: Path | None) -> Path | None:
+    """Raise an OutputError if --output cannot be written, or holds no results of this command."""
     if output is not None:
         from hasslefree.checkpoint.output import check_file
 
-        check_file(output, b'{\n "')
+        check_file(output, f'{{\n "{FIRST_RESULTS[context.command.name or ""]}"'.encode())
     return output
 
 
+# With what the results of a command begin.
+FIRST_RESULTS = {
+    "bench": "compressed",
+    "evaluate": "model",
+    "inspect": "folder",
+    "plan": "blocks",
+}
 AS_JSON = (
     "Print the results as JSON on standard output, even if --quiet, and all else on standard error."
 )
@@ -285,6 +293,8 @@ def say(text: str, **settings: Any) -> None:
 
 def prepare_push(name: str | None, private: bool) -> None:
     """Check --push-to before the work. Under torchrun the first process uploads."""
+    if private and name is None:
+        raise OutputError("--private is for --push-to; name a repository, or leave it out")
     if name is not None and not QUIET_PROCESS:
         from hasslefree.checkpoint.hub import prepare_push
 

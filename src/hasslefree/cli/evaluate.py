@@ -22,13 +22,14 @@ FIRST_TOKEN = "Begin every window as the tokenizer begins a text, with <bos> say
 TASK_NAMES = "Tasks: piqa, hellaswag, arc_easy, arc_challenge, winogrande, rte, openbookqa, boolq."
 BATCH = "Windows or task sequences in a batch (default: 1, and for tasks on a GPU what fits)."
 BESIDE = (
-    "Dense model to measure too, or none (default: the one that was compressed, if it is on this"
-    " machine)."
+    "Dense model to measure too, original or none (default: original, the model that was"
+    " compressed, if it is on this machine)."
 )
 KL = (
     "Run both models side by side for the KL divergence from the dense model; both are in memory"
     " (default: if there is a dense model)."
 )
+ORIGINAL = "original"
 EXAMPLE = "Example: hasslefree evaluate OUT --perplexity wikitext2 --tasks piqa winogrande"
 
 
@@ -61,7 +62,7 @@ def call_evaluate(
         Path | None, flag(TASKS, "Folder that keeps answers (default: ~/.cache/hasslefree).")
     ] = None,
     dense: Annotated[str | None, flag(RUN, BESIDE)] = None,
-    batch_size: Annotated[int | None, flag(RUN, BATCH)] = None,
+    batch_size: Annotated[int | None, flag(RUN, BATCH, min=1)] = None,
     dtype: Dtype = "auto",
     device: Device = None,
     trust_remote_code: Trust = False,
@@ -81,10 +82,10 @@ def call_evaluate(
         raise RecipeError(
             "name at least one text or task, such as --perplexity wikitext2 or --tasks piqa"
         )
-    if kl and not perplexity:
-        raise RecipeError(
-            "--kl compares predictions on texts; name one, such as --perplexity wikitext2"
-        )
+    of_texts = {"--kl": kl, "--seqlen": seqlen, "--max-tokens": max_tokens}
+    check_used(of_texts, bool(perplexity), "a text, such as --perplexity wikitext2")
+    of_tasks = {"--limit": limit, "--task-data": task_data, "--cache": cache}
+    check_used(of_tasks, bool(tasks), "a task, such as --tasks piqa")
     dense = dense_model(model, dense, trust_remote_code, needed=bool(kl))
     beside = model_beside(model, dense, kl, device) if perplexity else None
     content: dict[str, Any] = {}
@@ -117,6 +118,13 @@ def call_evaluate(
     finally:  # the dense model may fail, and its error leaves the results of the first
         if content:
             common.show(content, output, as_json, *result_tables(content))
+
+
+def check_used(options: dict[str, Any], used: bool, needed: str) -> None:
+    """Raise a RecipeError if an option is given and not used. needed: what it is for."""
+    for option, value in options.items():
+        if value and not used:
+            raise RecipeError(f"{option} needs {needed}; name one, or leave it out")
 
 
 def model_beside(model: str, dense: str | None, kl: bool | None, device: str | None) -> str | None:
@@ -152,7 +160,8 @@ def dense_model(
     from hasslefree.models.tokenizer import load_tokenizer
 
     compressed = (Path(model) / "compression.json").is_file()
-    if dense is None and (compressed or needed):
+    needed = needed or dense == ORIGINAL
+    if dense in (None, ORIGINAL) and (compressed or needed):
         try:
             return str(dense_original(Path(model)))
         except ModelError as error:

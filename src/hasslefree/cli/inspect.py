@@ -15,7 +15,8 @@ PROMPT = (
     "Text that the compressed and the dense model continue on the page; repeatable (default: none)."
 )
 DENSE = (
-    "Dense model that continues the prompts, or none (default: the one from which OUT was made)."
+    "Dense model that continues the prompts, original or none (default: original, the one from"
+    " which OUT was made)."
 )
 
 
@@ -76,6 +77,8 @@ def write_report(
     if figures is not None and figures.exists() and not figures.is_dir():
         raise OutputError(f"--figures {figures} is a file; give a folder")
     prompts = prompt or []
+    if dense is not None and not prompts:
+        raise PromptError("--dense continues the prompts; give some with --prompt, or leave it out")
     if "" in prompts:
         raise PromptError("--prompt is empty; give some text to continue")
     content = read_content(sources)

@@ -1,6 +1,7 @@
 """How fast a model writes and reads text, and the memory of its weights, beside another model."""
 
 import logging
+import signal
 import statistics
 import time
 import traceback
@@ -22,8 +23,6 @@ from hasslefree.validation import Checked, Positive
 # Tokens before those whose writing is timed.
 SHORT = 16
 TURNS = 5
-# Seconds in which a process without work ends by itself.
-PATIENCE = 5
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,10 @@ class Contender:
         self.name = name
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, name, bench), daemon=True)
+        # Ctrl-C in a terminal reaches all processes; this one ends the others.
+        heard = signal.signal(signal.SIGINT, signal.SIG_IGN)
         self.process.start()
+        signal.signal(signal.SIGINT, heard)
         theirs.close()
 
     def answer(self) -> Any:
@@ -102,10 +104,10 @@ class Contender:
         return seconds
 
     def end(self) -> None:
-        """Let the process end, or end it if it is at work."""
+        """End the process, which has nothing to put in order."""
         self.connection.close()
-        self.process.join(PATIENCE)
         self.process.kill()
+        self.process.join()
 
 
 def serve(connection: Connection, name: str, bench: Bench) -> None:

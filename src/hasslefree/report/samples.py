@@ -52,8 +52,8 @@ def sample_folders(
     One model is in memory at a time.
 
     Args:
-        dense: the dense model of all folders; None for the one that each folder names, if it is on
-            this machine; "none" for none.
+        dense: the dense model of all folders; None or "original" for the one that each folder
+            names, if it is on this machine; "none" for none.
         options: those of `load_model`.
     """
     sampling = Sampling(max_new_tokens)
@@ -65,9 +65,9 @@ def sample_folders(
 
     samples: list[Samples] = []
     for folder in folders:
-        name = dense
+        name = None if dense == "original" else dense
         remark = None
-        if dense is None:
+        if name is None:
             try:
                 name = str(dense_original(folder))
             except ModelError as error:
