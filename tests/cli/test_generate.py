@@ -154,6 +154,7 @@ def test_mistakes_are_one_message_and_exit_code_2(monkeypatch, capsys, out, tmp_
         code, text = run(monkeypatch, capsys, *arguments)
         assert code == 2, text
         assert message in text.replace("\n", " "), text
+        assert "\nerror: " in f"\n{text}"
         assert "Traceback" not in text
 
 

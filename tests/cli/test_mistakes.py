@@ -76,6 +76,10 @@ MISTAKES = {
     "model; give that with --dense",
     "report OUT --dense MODEL": "--dense continues the prompts; give some with --prompt, or leave it out",
     "compress MODEL NEW --private": "--private is for --push-to; name a repository, or leave it out",
+    "demo --rounds 0": "Invalid value for '--rounds': Input should be greater than or equal to 1. The command is "
+    "`hasslefree demo`; `hasslefree demo --help` lists its options",
+    "generate OUT --seed x": "Invalid value for '--seed': Input should be a valid integer, unable to parse string as "
+    "an integer. The command is `hasslefree generate OUT [PROMPT]`; `hasslefree generate --help` lists its options",
     "export OUT NEW": f"Missing option '--to'. {EXPORT}",
     "export OUT --to dense": f"Missing argument 'DEST'. {EXPORT}",
     "export OUT NEW --to onnx": "Known: compressed-tensors, dense, gguf, mlx, narrow, peft",

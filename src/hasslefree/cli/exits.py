@@ -57,15 +57,16 @@ def usage_sentence(error: Any) -> str:
     cause = escaped(cause).rstrip(".")
     context = error.ctx
     path = context.command_path
+    end = "" if cause.endswith("?") else "."
+    if context.parent is None:
+        return f"{cause}{end} `{path} --help` lists the commands"
     words = [path]
     for parameter in context.command.params:
         if parameter.param_type_name == "argument":
-            words.append(parameter.metavar)
+            name = parameter.metavar
+            words.append(name if parameter.required else f"[{name}]")
         elif parameter.required:
             words += [parameter.opts[0], parameter.metavar]
-    end = "" if cause.endswith("?") else "."
-    if words == [path]:
-        return f"{cause}{end} `{path} --help` lists the commands"
     called = " ".join(words)
     return f"{cause}{end} The command is `{called}`; `{path} --help` lists its options"
 

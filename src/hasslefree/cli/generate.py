@@ -89,8 +89,10 @@ def generate(
     for role, writer in writers.items():
         say(f"[{role}]", style="cyan")
         say(prompt, end="", style="bold")
-        texts.append(writer.write(prompt, sampling, say_piece))
-        console.print()
+        try:
+            texts.append(writer.write(prompt, sampling, say_piece))
+        finally:
+            console.print()
     console.print(writer_table(writers, texts))
 
 
