@@ -9,7 +9,7 @@ import threading
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,23 +30,26 @@ logger = logging.getLogger(__name__)
 MAX_FACTORS = 1 << 19
 
 
-class Kernel(Protocol):
-    """A way to compute a whole layer."""
+class Kernel:
+    """A way to compute a whole layer. This one computes none."""
 
     @property
     def bytes(self) -> int:
         """The memory of what the kernel has prepared."""
+        return 0
 
     def product(self, layer: "SparseLowRankLinear", x: Tensor) -> Tensor | None:
         """Compute the layer, and prepare for it if necessary: (..., in) → (..., out); None if the
         kernel cannot. No gradient is needed.
         """
+        return None
 
     def release(self, layer: "SparseLowRankLinear") -> None:
         """Give the tensors that the kernel has taken back to the layer."""
 
     def lock(self) -> AbstractContextManager[Any]:
         """While one thread holds the lock, no other takes or releases tensors."""
+        return nullcontext()
 
 
 def kernel_for(spec: LayerSpec) -> Kernel:
@@ -54,23 +57,8 @@ def kernel_for(spec: LayerSpec) -> Kernel:
     if spec.grid is not None:
         return CodesKernel()
     if isinstance(spec.layout, Columns):
-        return NoKernel()
+        return Kernel()
     return NumbaKernel()
-
-
-class NoKernel:
-    """No kernel computes the whole layer."""
-
-    bytes = 0
-
-    def product(self, layer: "SparseLowRankLinear", x: Tensor) -> None:
-        return None
-
-    def release(self, layer: "SparseLowRankLinear") -> None:
-        pass
-
-    def lock(self) -> AbstractContextManager[Any]:
-        return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -93,7 +81,7 @@ class Prepared:
 NOTHING = Prepared((), (), None)
 
 
-class NumbaKernel:
+class NumbaKernel(Kernel):
     """The backend `numba` with a few tokens: a call for the whole layer, or where the factors are
     codes, one for S and one for L.
     """
@@ -140,9 +128,6 @@ class NumbaKernel:
     def release(self, layer: "SparseLowRankLinear") -> None:
         self.prepared = NOTHING
 
-    def lock(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
 
 def prepare(layer: "SparseLowRankLinear", key: tuple[tuple[int, int], ...]) -> Prepared:
     """Make the arrays of a layer whose tensors have this key; none if a tensor is not contiguous in
@@ -187,7 +172,7 @@ class PreparedCodes:
 NO_CODES = PreparedCodes(())
 
 
-class CodesKernel:
+class CodesKernel(Kernel):
     """The backends `int4` and `numba` for an S on a grid, whose pruned entries get the codes of
     their zeros.
 
