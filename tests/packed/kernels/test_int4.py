@@ -284,8 +284,13 @@ def case(**changes):
     [
         ({"dtype": torch.float32}, "numba", "fast with bfloat16 only"),
         ({"grid": Grid(4, 24)}, "numba", "a multiple of 16 inputs, and these have 24; use dense or unpacked"),
-        ({"shape": (60, 128), "device": "cuda"}, "dense", "on cuda, torch's operators take a multiple of 8 outputs"),
-        ({"shape": (72, 128)}, "numba", "a multiple of 16 outputs, and the layer has 72"),
+        ({"shape": (60, 128), "device": "cuda"}, "dense", "multiples of 8 outputs and 32 inputs, and the layer has 60"),
+        (
+            {"shape": (64, 144), "grid": Grid(4, 16), "device": "cuda"},
+            "dense",
+            "32 inputs, and the layer has 64 and 144",
+        ),
+        ({"shape": (72, 128)}, "numba", "multiples of 16 outputs and 16 inputs, and the layer has 72"),
         ({"grid": None}, "numba", "quantised codes, and S is stored as floats"),
         ({"grad": True}, "dense", "no gradients"),
         ({"device": "mps"}, "dense", "on a CPU and on CUDA"),

@@ -262,8 +262,8 @@ def obstacle(
     outputs, inputs = MULTIPLES[device]
     if out % outputs or width % inputs:
         return (
-            f"on {device}, torch's operators take a multiple of {outputs} outputs, and the layer"
-            f" has {out}"
+            f"on {device}, torch's operators take multiples of {outputs} outputs and {inputs}"
+            f" inputs, and the layer has {out} and {width}"
         )
     return without_cuda() if device == "cuda" else without_cpu()
 
