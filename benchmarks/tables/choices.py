@@ -78,29 +78,39 @@ def percentages(row: Row) -> Row:
 
 
 def in_words(name: str) -> str:
-    """The name of a row, as flags where it is a size: 105MB, fast becomes `--size 105MB`, fast."""
+    """The name of a row, as flags where it has a size: 105MB, fast becomes `--size 105MB`, fast."""
+    if name.startswith(GGUF):
+        size, _, effort = name.removeprefix(GGUF).partition(", ")
+        return f"GGUF: `--engine llama.cpp --size {size}`, {effort}"
     size, comma, effort = name.partition(", ")
     if size.endswith(("MB", "bits")) and comma:
         return f"`--size {size}`, {effort}"
     return name
 
 
-# By model: the row of ours that README begins with, and its flags. RIVALS: those of llama.cpp of the same size, of
+GGUF = "GGUF, "
+# By model: the rows of ours that README begins with, and their flags. RIVALS: those of llama.cpp of the same size, of
 # which the better one counts.
 EQUAL_FILES = {
-    "Qwen2.5-Coder-0.5B-Instruct": ("398MB, fast", "--size 398MB --effort fast"),
-    "SmolLM2-135M-Instruct": ("105MB, balanced", "--size 105MB"),
+    "Qwen2.5-Coder-0.5B-Instruct": {"398MB, fast": "--size 398MB --effort fast"},
+    "SmolLM2-135M-Instruct": {
+        "105MB, balanced": "--size 105MB",
+        "GGUF, 103.6MB, fast": "--engine llama.cpp --size 103.6MB --effort fast",
+    },
 }
 RIVALS = ("llama.cpp Q4_K_M", "llama.cpp Q4_K_M, matrix")
 
 
 def equal_files(content: Content) -> Iterable[Row]:
     """Files of the same size, ours and llama.cpp's, for each model."""
-    for model, (ours, flags) in EQUAL_FILES.items():
+    for model, ours in EQUAL_FILES.items():
         rows = {row["name"]: row for row in whole_files(load(f"whole_files_{model}"))}
         dense = rows["dense"]["megabytes"]
         rival = min(RIVALS, key=lambda name: rows[name]["percent"]["mean"])
-        yield rows[ours] | {"model": f"{model.removesuffix('-Instruct')}, {dense:.0f} MB", "words": f"`{flags}`"}
+        label = f"{model.removesuffix('-Instruct')}, {dense:.0f} MB"
+        for name, flags in ours.items():
+            yield rows[name] | {"model": label, "words": f"`{flags}`"}
+            label = ""
         yield rows[rival] | {"model": "", "words": rival.replace(", matrix", ", importance matrix")}
 
 
