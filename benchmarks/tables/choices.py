@@ -89,13 +89,13 @@ def in_words(name: str) -> str:
 
 
 GGUF = "GGUF, "
-# By model: the rows of ours that README begins with, and their flags. RIVALS: those of llama.cpp of the same size, of
+# By model: the rows of ours that README begins with, and their words. RIVALS: those of llama.cpp of the same size, of
 # which the better one counts.
 EQUAL_FILES = {
-    "Qwen2.5-Coder-0.5B-Instruct": {"398MB, fast": "--size 398MB --effort fast"},
+    "Qwen2.5-Coder-0.5B-Instruct": {"398MB, balanced, mixture": "`--size 398MB`, mixture of texts"},
     "SmolLM2-135M-Instruct": {
-        "105MB, balanced": "--size 105MB",
-        "GGUF, 103.6MB, fast": "--engine llama.cpp --size 103.6MB --effort fast",
+        "105MB, balanced": "`--size 105MB`",
+        "GGUF, 103.6MB, fast": "`--engine llama.cpp --size 103.6MB --effort fast`",
     },
 }
 RIVALS = ("llama.cpp Q4_K_M", "llama.cpp Q4_K_M, matrix")
@@ -108,8 +108,8 @@ def equal_files(content: Content) -> Iterable[Row]:
         dense = rows["dense"]["megabytes"]
         rival = min(RIVALS, key=lambda name: rows[name]["percent"]["mean"])
         label = f"{model.removesuffix('-Instruct')}, {dense:.0f} MB"
-        for name, flags in ours.items():
-            yield rows[name] | {"model": label, "words": f"`{flags}`"}
+        for name, words in ours.items():
+            yield rows[name] | {"model": label, "words": words}
             label = ""
         yield rows[rival] | {"model": "", "words": rival.replace(", matrix", ", importance matrix")}
 
