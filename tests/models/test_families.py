@@ -117,7 +117,7 @@ def test_small_matrices_and_routers_stay_dense_by_themselves_and_are_listed(tmp_
     assert len([layer for layer in report.layers if ".experts." in layer.name]) == 2 * 4 * 3
     content = json.loads((tmp_path / "out" / "compression.json").read_text())
     assert set(content["dense"]) == left
-    assert "model.layers.*.mlp.gate.weight (2)" in (tmp_path / "out" / "README.md").read_text()
+    assert r"model.layers.\*.mlp.gate.weight (2)" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_the_blocks_are_the_largest_outermost_list():
