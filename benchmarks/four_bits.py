@@ -22,8 +22,8 @@ weights of the compressed layers, as the program stores them, and "file_bytes" w
 which holds the vocabulary too.
 
 --converter is the folder of llama.cpp that has convert_hf_to_gguf.py. --work keeps the dense GGUF file of the model and
-the matrix for later runs. --shared: the machine does other work at the same time, so no seconds are written, except
-those of the processor.
+the matrix for later runs, and our compressed folders: a run that was cut off is resumed there. --shared: the machine
+does other work at the same time, so no seconds are written, except those of the processor.
 
 results/four_bits.json holds rows of three texts that an earlier version measured: groups of 64 with scales of 16 bits,
 embeddings and heads dense, llama.cpp's types without a matrix, and fewer iterations of AutoRound.
@@ -203,16 +203,22 @@ def llama_row(measurement: Measurement, spec: Spec, program: LlamaCpp) -> dict[s
 
 
 def row(
-    measurement: Measurement, spec: Spec, dense: dict[str, float], seen: list[str], programs: Programs, timed: bool
+    measurement: Measurement,
+    spec: Spec,
+    dense: dict[str, float],
+    seen: list[str],
+    programs: Programs,
+    timed: bool,
+    kept: Path | None,
 ) -> dict[str, Any]:
-    """One row, ours or another program's. seen: the texts of the calibration's kind."""
+    """One row, ours or another program's. seen: the texts of the calibration's kind. kept: see `real_model.row`."""
     if spec.program == "llama.cpp":
         found = llama_row(measurement, spec, programs.llama)  # type: ignore[arg-type]  # checked before
     elif spec.program:
         found = rival_row(measurement, spec, programs)
     else:
         exported = partial(llama.exported, programs.llama, measurement.model) if needs_llama(spec) else None
-        found = real_model.row(measurement, spec.settings, None, 0, timed, exported=exported)
+        found = real_model.row(measurement, spec.settings, None, 0, timed, exported=exported, kept=kept)
     if spec.settings.get("mixed") and any(text.startswith("python:") for text in measurement.mixture):
         seen = [*seen, "code"]
     found |= models.increases(found["perplexity"], dense, seen)
@@ -274,9 +280,11 @@ def run(args: argparse.Namespace, record: Path, work: Path) -> None:
     timed = not args.shared
     models.fill(content, output, {("dense", seed): (measurement, None, None, 0, timed)}, real_model.row)
     dense = content["results"]["dense"][seed]["perplexity"]
-    jobs = {
-        (name, seed): (measurement, ROWS[name], dense, args.seen, programs, timed) for name in names if name != "dense"
-    }
+    jobs = {}
+    for name in names:
+        kept = work / name if args.work else None
+        if name != "dense":
+            jobs[name, seed] = (measurement, ROWS[name], dense, args.seen, programs, timed, kept)
     models.fill(content, output, jobs, row)
 
 

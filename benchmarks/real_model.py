@@ -61,6 +61,8 @@ from harness.models import Measurement
 from harness.paper import LAYERS_ALONE
 from harness.record import RESULTS, ROOT, machine, resumed, write
 from hasslefree.allocate.sensitivity import ProbedLayer
+from hasslefree.checkpoint.record import read_record
+from hasslefree.checkpoint.resume import unfinished_folder
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_shapes
 from hasslefree.models.walk import Walk
@@ -122,6 +124,7 @@ def row(
     timed: bool,
     threads: int | None = None,
     exported: Callable[[str], dict[str, Any]] | None = None,
+    kept: Path | None = None,
 ) -> dict[str, Any]:
     """Compress, and measure.
 
@@ -130,6 +133,8 @@ def row(
             dense model.
         exported: what to add to the row of a compressed folder.
         threads: None for those of this process.
+        kept: the compressed folder. An earlier run that was cut off there is resumed, and the row has no times. None
+            for a temporary one.
     """
     torch.set_num_threads(threads or torch.get_num_threads())
     fields = None if fields is None else dict(fields)
@@ -144,17 +149,11 @@ def row(
         fields["calibration"] = list(measurement.mixture)
         found["calibration"] = [Path(text).name for text in measurement.mixture]
     with tempfile.TemporaryDirectory() as scratch:
-        folder = measurement.model if fields is None else f"{scratch}/out"
+        folder = measurement.model if fields is None else str(kept or f"{scratch}/out")
         if fields is not None:
-            start = time.process_time()
-            report = hasslefree.compress(measurement.model, folder, measurement.recipe(**fields))
-            found |= {"seconds": round(report.seconds, 1)} if timed else {}
-            found |= {
-                "cpu_seconds": round(time.process_time() - start, 1),
-                "phases": {phase.name: round(phase.seconds, 1) for phase in report.phases},
-                "peak_mb": models.peak_mb(),
-                "mean_relative_error": report.mean_relative_error,
-            }
+            report, times = compressed(measurement.model, Path(folder), measurement.recipe(**fields), timed)
+            found |= times
+            found["mean_relative_error"] = report.mean_relative_error
         model = models.loaded(folder, measurement.dtype)
         if fields is not None:
             found |= size_and_bits(report, find_blocks(load_shapes(measurement.model, "auto", False)).name)
@@ -165,6 +164,24 @@ def row(
         if tasks is not None:
             found["tasks"] = models.zero_shot(folder, list(models.TASKS), limit, tasks, "auto")
     return found
+
+
+def compressed(
+    model: str, folder: Path, recipe: hasslefree.Recipe, timed: bool
+) -> tuple[hasslefree.Record, dict[str, Any]]:
+    """Compress a model, or what an earlier run left of it; its record, and its times and memory if it was one run."""
+    if folder.exists():
+        return read_record(folder), {}
+    is_whole = not unfinished_folder(folder).exists()
+    start = time.process_time()
+    report = hasslefree.compress(model, folder, recipe, resume=True)
+    if not is_whole:
+        return report, {}
+    times: dict[str, Any] = {"seconds": round(report.seconds, 1)} if timed else {}
+    times["cpu_seconds"] = round(time.process_time() - start, 1)
+    times["phases"] = {phase.name: round(phase.seconds, 1) for phase in report.phases}
+    times["peak_mb"] = models.peak_mb()
+    return report, times
 
 
 def size_and_bits(report: hasslefree.Record, blocks: str) -> dict[str, Any]:
