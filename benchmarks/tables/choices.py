@@ -95,7 +95,7 @@ EQUAL_FILES = {
     "Qwen2.5-Coder-0.5B-Instruct": {"398MB, balanced, mixture": "`--size 398MB`, mixture of texts"},
     "SmolLM2-135M-Instruct": {
         "105MB, balanced": "`--size 105MB`",
-        "GGUF, 103.6MB, fast": "`--engine llama.cpp --size 103.6MB --effort fast`",
+        "GGUF, 103.6MB, balanced": "`--engine llama.cpp --size 103.6MB`",
     },
 }
 RIVALS = ("llama.cpp Q4_K_M", "llama.cpp Q4_K_M, matrix")
