@@ -49,8 +49,10 @@ def test_a_repository_becomes_a_copy_of_the_folder(name, private, ada, compresse
     assert f'from_pretrained("{name}")' in card
     assert "path/to" not in card
     assert hasslefree.push(out, name) == f"{ada.url}/{name}"
+    own = '\nCompare it with `from_pretrained("meta/base")`.\n'
+    (out / "README.md").write_text(card + own, encoding="utf-8")
     hasslefree.push(out, "lab/other")
-    assert ada.repositories["lab/other"].files["README.md"].decode() == card.replace(name, "lab/other")
+    assert ada.repositories["lab/other"].files["README.md"].decode() == card.replace(name, "lab/other") + own
 
 
 SENTENCES = {

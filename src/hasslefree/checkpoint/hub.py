@@ -15,8 +15,8 @@ from hasslefree.checkpoint.output import rewrite
 from hasslefree.errors import OutputError, option
 from hasslefree.validation import typed
 
-# In a card, the name that the model is loaded by: a path, or where it was uploaded before.
-SHOWN = re.compile(r'(?<=from_pretrained\(")(?!DIR)[^"]+|(?<=hf download )\S+')
+# In a card, the first one is where the model is loaded from: a path, or an earlier upload.
+SHOWN = re.compile(r'(from_pretrained\("|hf download )([^"\s]+)(["\s])')
 
 
 @typed
@@ -73,7 +73,12 @@ def prepare_push(name: str, private: bool = False) -> None:
 def upload(folder: Path, name: str) -> str:
     """Upload a folder to a repository that `prepare_push` has checked."""
     card = folder / "README.md"
-    rewrite(card, SHOWN.sub(name, card.read_text(encoding="utf-8")))
+    text = card.read_text(encoding="utf-8")
+    shown = SHOWN.search(text)
+    if shown is not None:
+        before, _, after = shown.groups()
+        text = text.replace(shown[0], f"{before}{name}{after}")
+    rewrite(card, text)
     later = (
         f"{folder} is complete; upload it with"
         f" {shlex.join(['hf', 'upload', name, str(folder), '--delete', '*'])}"
