@@ -29,7 +29,6 @@ KL = (
     "Run both models side by side for the KL divergence from the dense model; both are in memory"
     " (default: if there is a dense model)."
 )
-ORIGINAL = "original"
 EXAMPLE = "Example: hasslefree evaluate OUT --perplexity wikitext2 --tasks piqa winogrande"
 
 
@@ -156,7 +155,7 @@ def dense_model(
         ModelError: it is `needed` and there is none, or --dense names no model, which is better
             known before hours of measuring.
     """
-    from hasslefree.evaluation.continuation import dense_original
+    from hasslefree.evaluation.continuation import ORIGINAL, dense_original
     from hasslefree.models.tokenizer import load_tokenizer
 
     compressed = (Path(model) / "compression.json").is_file()

@@ -174,12 +174,17 @@ def load_writers(
     """
     import torch
 
-    from hasslefree.evaluation.continuation import Sampling, Writer, dense_original
+    from hasslefree.evaluation.continuation import (
+        ORIGINAL,
+        Sampling,
+        Writer,
+        dense_original,
+    )
     from hasslefree.packed.linear import compressed_layers, use_backend
 
     if threads is not None:
         torch.set_num_threads(threads)
-    if dense == "original":
+    if dense == ORIGINAL:
         dense = str(dense_original(folder))
     with console.status("loading"):
         compressed = Writer.load(str(folder), **options)

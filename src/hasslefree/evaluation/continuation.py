@@ -211,6 +211,10 @@ class _Stream(TextStreamer):
         self.show(text)
 
 
+# The word for the model that `dense_original` finds.
+ORIGINAL = "original"
+
+
 def dense_original(folder: Path, instead: str = "--dense") -> Path:
     """Find the local folder of the dense model that compression.json names.
 

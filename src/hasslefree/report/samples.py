@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hasslefree.errors import ModelError
-from hasslefree.evaluation.continuation import Sampling, Writer, dense_original
+from hasslefree.evaluation.continuation import ORIGINAL, Sampling, Writer, dense_original
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def sample_folders(
 
     samples: list[Samples] = []
     for folder in folders:
-        name = None if dense == "original" else dense
+        name = None if dense == ORIGINAL else dense
         remark = None
         if name is None:
             try:
