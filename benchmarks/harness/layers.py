@@ -12,8 +12,8 @@ import torch
 import hasslefree
 from harness.problems import Problem
 from hasslefree import Budget, Decomposition, Gram, LowRank, Prune, RandomizedSVD
-from hasslefree.core.linalg import matmul_precision
 from hasslefree.core.patterns import Pattern
+from hasslefree.core.products import matmul_precision
 from hasslefree.core.protocols import LowRankSolver, Method
 from hasslefree.errors import GridError
 from hasslefree.planning.plan import LayerPlan

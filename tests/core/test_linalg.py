@@ -1,4 +1,3 @@
-import contextlib
 import itertools
 from itertools import pairwise
 
@@ -9,14 +8,12 @@ from hypothesis import strategies as st
 
 from hasslefree.core import linalg
 from hasslefree.core.linalg import (
-    bfloat16_products,
     cholesky_qr,
     eigh,
     inverse_,
     inverse_factor,
     lower_cholesky,
     masked_cg,
-    matmul_precision,
     with_rows,
 )
 from hasslefree.errors import FactorizationError
@@ -90,38 +87,6 @@ def test_the_preconditioner_makes_the_scale_of_an_input_immaterial():
     plain = masked_cg(h, target, torch.zeros(5, 8), mask, 3)
     scaled = masked_cg(h * torch.outer(d, d), target / d, torch.zeros(5, 8), mask, 3)
     assert torch.equal(scaled * d, plain)
-
-
-@pytest.mark.parametrize("tf32", [True, False])
-@pytest.mark.parametrize("before", ["none", "ieee", "tf32"])
-def test_the_precision_of_products_is_put_back_even_after_an_error(before, tf32):
-    """Through torch's newer setting where it has one: touching the older after the newer is an error of torch's."""
-    settings = torch.backends.cuda.matmul
-    original, inside = settings.fp32_precision, None
-    settings.fp32_precision = before
-    try:
-        with contextlib.suppress(ZeroDivisionError), matmul_precision(torch.device("cuda"), tf32):
-            inside = settings.fp32_precision
-            _ = 1 / 0
-        assert inside == ("tf32" if tf32 else "ieee")
-        assert settings.fp32_precision == before
-    finally:
-        settings.fp32_precision = original
-
-
-def test_products_of_bfloat16_numbers_are_exact_but_for_their_sums():
-    """Oracle: float64. Other numbers are each rounded to eight bits first, or not at all, as oneDNN chooses."""
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(*shape, generator=generator) for shape in ((256, 96), (96, 256)))
-    with bfloat16_products(a.device):
-        rough, exact = a @ b, a.bfloat16().float() @ b.bfloat16().float()
-    rounded = a.bfloat16().double() @ b.bfloat16().double()
-    torch.testing.assert_close(exact.double(), rounded, rtol=0, atol=1e-4)
-    full = a.double() @ b.double()
-    narrow = linalg.multiplies_bfloat16(a.device) and (rough - full).abs().max() > 1e-4
-    torch.testing.assert_close(rough.double(), rounded if narrow else full, rtol=0, atol=1e-4)
-    after = a @ b
-    torch.testing.assert_close(after.double(), full, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 16, 33])

@@ -47,7 +47,7 @@ def test_methods_reach_the_error_that_they_reach_on_the_cpu(name, gpu, monkeypat
 
     What narrow products tip is for the next test: here the fake GPU and the CPU compute in float32.
     """
-    monkeypatch.setattr(joint.linalg, "multiplies_bfloat16", lambda device: False)  # as on other CPUs
+    monkeypatch.setattr(joint.products, "multiplies_bfloat16", lambda device: False)  # as on other CPUs
     monkeypatch.setattr("tests.cuda.fake_cuda.as_tf32", lambda value: value)
     solve = solved(name)
     here, there = solve("cpu"), solve("cuda")

@@ -126,7 +126,7 @@ def test_the_result_is_that_of_one_process(size, method, sequential, tmp_path, m
 
     In float64, where no near tie is as near as a rounding: in float32 one falls otherwise on one processor or another.
     """
-    monkeypatch.setattr("hasslefree.core.linalg.multiplies_bfloat16", lambda device: False)
+    monkeypatch.setattr("hasslefree.core.products.multiplies_bfloat16", lambda device: False)
     grid = {"rounds": 2, "group_size": 16} if method == "caldera" else {}
     recipe = Recipe(rank=2, method=method, sequential=sequential, **grid)
     one = hasslefree.compress(build("llama").double(), tmp_path / "one", recipe, segments=segments(6, 32))

@@ -1,16 +1,14 @@
-"""Factorisations of a Gram, least squares on a support, and the precision of products.
+"""Factorisations of a Gram, and least squares on a support.
 
 Factors of a damped Gram are computed in float64 and cast once: they are ill-conditioned and rare.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
-from typing import Any
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
+from hasslefree.core.products import matmul_precision, narrow_products
 from hasslefree.errors import FactorizationError, option
 
 # Up to this size a matrix is inverted in one piece: factorisations of small ones are faster than
@@ -219,75 +217,3 @@ def masked_cg(
         energy = torch.linalg.vecdot(gradient, preconditioned).unsqueeze(1)
         direction.mul_(torch.where(before > 0, energy / before, 0.0)).add_(preconditioned)
     return sparse
-
-
-def multiplies_bfloat16(device: torch.device) -> bool:
-    """True if products of bfloat16 are known to be faster than those of float32: on x86 with
-    instructions for them.
-    """
-    return device.type == "cpu" and (_capable("avx512_bf16") or _capable("amx_bf16"))
-
-
-@cache
-def multiplies_tiles() -> bool:
-    """True if this processor multiplies tiles of bfloat16 (AMX), which makes dense products several
-    times as fast.
-    """
-    return _capable("amx_bf16")
-
-
-def _capable(instructions: str) -> bool:
-    """True if torch's products use these instructions; False for versions of torch that do not
-    report them.
-    """
-    capabilities: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
-    return torch.backends.mkldnn.is_available() and bool(capabilities.get(instructions))
-
-
-@contextmanager
-def bfloat16_products(device: torch.device) -> Iterator[None]:
-    """Round the factors of float32 products to bfloat16, and sum in float32; a no-op unless
-    `multiplies_bfloat16`.
-    """
-    settings = getattr(torch.backends.mkldnn, "matmul", None)
-    if not multiplies_bfloat16(device) or not hasattr(settings, "fp32_precision"):
-        yield
-        return
-    with _setting(settings, "fp32_precision", "bf16"):
-        yield
-
-
-def matmul_precision(device: torch.device, tf32: bool = False) -> AbstractContextManager[None]:
-    """Run float32 products on CUDA in full, or in TF32, and restore torch's setting; a no-op on
-    other devices.
-    """
-    if device.type != "cuda":
-        return nullcontext()
-    # The older of torch's two settings must not be touched if the user may have used the newer one.
-    settings = torch.backends.cuda.matmul
-    if hasattr(settings, "fp32_precision"):
-        return _setting(settings, "fp32_precision", "tf32" if tf32 else "ieee")
-    return _setting(settings, "allow_tf32", tf32)
-
-
-def narrow_products(device: torch.device) -> AbstractContextManager[None]:
-    """Round the factors of float32 products to the dtype that the device multiplies fastest: TF32
-    on CUDA, bfloat16 elsewhere.
-    """
-    if device.type == "cuda":
-        return matmul_precision(device, tf32=True)
-    return bfloat16_products(device)
-
-
-@contextmanager
-def _setting(
-    settings: Any,
-    name: str,
-    value: Any,
-) -> Iterator[None]:
-    before = getattr(settings, name)
-    setattr(settings, name, value)
-    try:
-        yield
-    finally:
-        setattr(settings, name, before)

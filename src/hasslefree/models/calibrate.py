@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hasslefree.core.gram import Gram, working_dtype
-from hasslefree.core.linalg import bfloat16_products
+from hasslefree.core.products import bfloat16_products
 from hasslefree.distributed import World
 from hasslefree.errors import NonFiniteError, option
 from hasslefree.models.activations import Activations

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hasslefree.core.gram import working_dtype
-from hasslefree.core.linalg import multiplies_bfloat16
+from hasslefree.core.products import multiplies_bfloat16
 from hasslefree.models.calls import replaced
 from hasslefree.packed.linear import SparseLowRankLinear, unpacked_once
 

@@ -9,9 +9,9 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from hasslefree.core.factors import BITS, CodedRows
+from hasslefree.core.products import linear
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import MemoryShortError, ShapeError
 from hasslefree.packed.kernels import backends, ops
@@ -202,7 +202,7 @@ class SparseLowRankLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in) → (..., out)."""
         if self.merged_weight is not None:
-            return F.linear(x, self.merged_weight, self.bias)
+            return linear(x, self.merged_weight, self.bias)
         if self.unpacked_copy is None and not self._needs_gradients(x):
             y = self.kernel.product(self, x)
             if y is not None:
@@ -226,15 +226,15 @@ class SparseLowRankLinear(nn.Module):
         """x Sᵀ: (..., in) → (..., out)."""
         grad = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
         if self.unpacked_copy is not None and not grad:
-            return F.linear(x, self.unpacked_copy)
+            return linear(x, self.unpacked_copy)
         backend = backends.choose(self.case(grad), self.backend)
         if x.shape[-1] != self.in_features:
             raise ShapeError(f"the layer has {self.in_features} inputs, got {x.shape[-1]}")
         if backend == "numba" and self.spec.grid is None and x.dtype == self.values.dtype:
             return ops.product(x, self.values, self.index, self.spec.layout)
         if self.spec.grid is None and isinstance(self.spec.layout, Columns):
-            return F.linear(x.index_select(-1, self.index), self.values)
-        return F.linear(x, self.unpacked())
+            return linear(x.index_select(-1, self.index), self.values)
+        return linear(x, self.unpacked())
 
     def use(self, backend: str | None) -> None:
         """Set how x Sᵀ is computed from now on; with None, it is chosen at every call.

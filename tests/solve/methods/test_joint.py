@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import hasslefree
 from hasslefree import Gram, Joint, Prune, Row, SemiStructured, SparseGPT, Structured, Unstructured
-from hasslefree.core import linalg
+from hasslefree.core import products
 from hasslefree.core.low_rank import LowRank
 from hasslefree.solve.methods import joint
 from hasslefree.solve.scaled import refit_scale
@@ -178,8 +178,8 @@ def test_the_precision_is_chosen_by_processor_and_dtype(monkeypatch):
     weight = torch.zeros(1)
     cpu = torch.device("cpu")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
-    assert linalg.multiplies_bfloat16(cpu)
-    assert not linalg.multiplies_bfloat16(torch.device("cuda"))
+    assert products.multiplies_bfloat16(cpu)
+    assert not products.multiplies_bfloat16(torch.device("cuda"))
     assert Joint().product_dtype(weight) == torch.bfloat16
     assert Joint().product_dtype(weight.double()) == torch.float64
     assert Joint(precision="float32").product_dtype(weight) == torch.float32
@@ -187,7 +187,7 @@ def test_the_precision_is_chosen_by_processor_and_dtype(monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False}, raising=False)
     assert Joint().product_dtype(weight) == torch.float32
     monkeypatch.delattr(torch.cpu, "get_capabilities")
-    assert not linalg.multiplies_bfloat16(cpu)
+    assert not products.multiplies_bfloat16(cpu)
 
 
 def test_layers_with_one_input_can_share_what_was_prepared():

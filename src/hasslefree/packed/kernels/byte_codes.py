@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from hasslefree.core.products import linear
 from hasslefree.packed.kernels.arrays import is_traced, numba_kernels
 from hasslefree.packed.kernels.factors import add_low_rank
 
@@ -66,9 +66,7 @@ class ByteCodes:
             return add_low_rank(self.few_product(x), x, u, v)
         out, width = self.codes.shape
         height = max(1, TILE_BYTES // (4 * max(width, 1)))
-        parts = [
-            F.linear(x, self._values(first, height, x.dtype)) for first in range(0, out, height)
-        ]
+        parts = [linear(x, self._values(first, height, x.dtype)) for first in range(0, out, height)]
         return add_low_rank(torch.cat(parts, 1), x, u, v)
 
     def _values(

@@ -1,8 +1,8 @@
 """L of a layer on a CPU: added to y = x Sᵀ by torch, or with a few tokens by Numba."""
 
 from torch import Tensor
-from torch.nn import functional as F
 
+from hasslefree.core.products import add_product, linear
 from hasslefree.packed.kernels.arrays import as_numpy, float_or_empty
 
 
@@ -19,9 +19,9 @@ def add_low_rank(
     """
     if u is None or v is None:
         return y
-    hidden = F.linear(x, v).reshape(-1, len(v))
+    hidden = linear(x, v).reshape(-1, len(v))
     if y.dtype == hidden.dtype == u.dtype:
-        return y.addmm_(hidden, u.T)
+        return add_product(y, hidden, u)
     return y.addmm(hidden, u.T)
 
 

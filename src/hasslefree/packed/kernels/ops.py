@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hasslefree.core.linalg import multiplies_tiles
+from hasslefree.core.products import linear, multiplies_tiles
 from hasslefree.packed.kernels.arrays import (
     LayerArrays,
     bits_of,
@@ -226,10 +226,10 @@ def _by_tiles(
     array = bits_of(tile)
     if height == out:
         unpack(0, out, array)
-        return F.linear(x, tile)
+        return linear(x, tile)
     y = x.new_empty(len(x), out)
     for start in range(0, out, height):
         count = min(height, out - start)
         unpack(start, start + count, array[:count])
-        y[:, start : start + count] = F.linear(x, tile[:count])
+        y[:, start : start + count] = linear(x, tile[:count])
     return y

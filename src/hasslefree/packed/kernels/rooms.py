@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hasslefree.core.products import linear
 from hasslefree.packed.kernels.arrays import workspace
 
 # Rows of a block of oneDNN's order.
@@ -36,7 +37,7 @@ class PlainRoom:
 
     def product(self, x: Tensor) -> Tensor:
         """x (tokens, in) → (tokens, rows)."""
-        return F.linear(x, self.values)
+        return linear(x, self.values)
 
 
 class BlockedRoom:

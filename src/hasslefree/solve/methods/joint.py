@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hasslefree.core import linalg
+from hasslefree.core import linalg, products
 from hasslefree.core.gram import Gram
 from hasslefree.core.low_rank import LowRank, subspace_steps
 from hasslefree.core.patterns import Pattern
@@ -120,9 +120,9 @@ class Joint(Method):
         density = pattern.kept(weight.shape) / (out * width)
         relief = math.exp(-RANK_RELIEF * start.rank * (out + width) / (out * width))
         power = self.first_power(density, relief)
-        with linalg.matmul_precision(weight.device, tf32=self.precision in ("auto", "tf32")):
+        with products.matmul_precision(weight.device, tf32=self.precision in ("auto", "tf32")):
             found = self._search(scaled, prepared, pattern, start, power, scaled * relief)
-        with linalg.matmul_precision(weight.device):
+        with products.matmul_precision(weight.device):
             polished = self._polish(Objective(scaled, prepared.gram), found)
         low_rank = LowRank(polished.low_rank.u, polished.low_rank.v / prepared.scale)
         return replace(polished, sparse=polished.sparse / prepared.scale, low_rank=low_rank)
@@ -158,7 +158,7 @@ class Joint(Method):
         if self.precision == "bfloat16":
             return torch.bfloat16
         may_round = self.precision == "auto" and like.dtype == torch.float32
-        if may_round and linalg.multiplies_bfloat16(like.device):
+        if may_round and products.multiplies_bfloat16(like.device):
             return torch.bfloat16
         return like.dtype
 
