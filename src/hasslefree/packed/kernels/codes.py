@@ -76,6 +76,15 @@ class Nibbles:
         return self.bits > 4 and not self.shared
 
     @property
+    def lift(self) -> int:
+        """What is added to a code before its high bits are split off.
+
+        With `ZERO`, the low nibble of the middle code counts nothing, and the centre of a group is
+        near zero, where bfloat16 rounds least. A code of eight bits has no room for it.
+        """
+        return ZERO if self.is_high and self.bits < 8 else 0
+
+    @property
     def count(self) -> int:
         """The nibbles of an input."""
         return 2 if self.is_high or self.group < GROUPS[-1] else 1
@@ -96,7 +105,8 @@ class Nibbles:
         if self.shared:
             parts = [codes & 15]
         elif self.is_high:
-            parts = [codes & 15, (codes >> 4) + (ZERO - middle // 16)]
+            lifted = codes + self.lift
+            parts = [lifted & 15, (lifted >> 4) + (ZERO - middle // 16)]
         else:
             parts = [codes + (ZERO - middle), torch.full_like(codes, ZERO)][: self.count]
         grouped = [part.view(len(codes), -1, self.group) for part in parts]
@@ -125,7 +135,8 @@ class Nibbles:
             return nibbles | self.high(shared) << 4
         parts = nibbles.view(len(nibbles), -1, self.count, self.group).unbind(2)
         if self.is_high:
-            codes = parts[0] | (parts[1] - (ZERO - middle // 16)) << 4
+            lifted = parts[0] | (parts[1] - (ZERO - middle // 16)) << 4
+            codes = lifted - self.lift
         else:
             codes = parts[0] - (ZERO - middle)
         return codes.flatten(1)
@@ -140,8 +151,8 @@ class Nibbles:
         """
         rounded = scale.bfloat16().float()
         centre = low + scale * (1 << (self.bits - 1))
-        if self.is_high:  # the middle is (0 − 8)·scale + 17·centre
-            centre = (centre + ZERO * rounded) / 17
+        if self.is_high:  # the middle is (lift − 8)·scale + 17·centre
+            centre = (centre + (ZERO - self.lift) * rounded) / 17
         return torch.stack([rounded, centre], -1).transpose(0, 1).bfloat16().contiguous()
 
     def spread(self, x: Tensor) -> Tensor:
