@@ -27,7 +27,7 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     """True if products of bfloat16 are known to be faster than those of float32: on x86 with
     instructions for them.
     """
-    return device.type == "cpu" and (_capable("avx512_bf16") or _capable("amx_bf16"))
+    return device.type == "cpu" and _has_instructions(torch.bfloat16)
 
 
 @cache
@@ -36,6 +36,11 @@ def multiplies_tiles() -> bool:
     times as fast.
     """
     return _capable("amx_bf16")
+
+
+def _has_instructions(dtype: torch.dtype) -> bool:
+    """True if this processor is known to have instructions for products of a narrow dtype."""
+    return any(_capable(instructions) for instructions in INSTRUCTIONS[dtype])
 
 
 def _capable(instructions: str) -> bool:
@@ -99,10 +104,9 @@ def multiplies_slowly(dtype: torch.dtype, device: torch.device) -> bool:
     """True if products of a narrow dtype are known to be slower than those of float32: on x86
     without instructions for them.
     """
-    needed = INSTRUCTIONS.get(dtype)
-    if needed is None or device.type != "cpu" or not _capable("avx2"):
+    if dtype not in INSTRUCTIONS or device.type != "cpu":
         return False
-    return not any(_capable(instructions) for instructions in needed)
+    return _capable("avx2") and not _has_instructions(dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -145,9 +149,14 @@ def add_product(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return y.copy_(torch.addmm(y.float(), x.float(), weight.T.float()))
 
 
+def is_traced(x: Tensor) -> bool:
+    """Tell whether the call is traced, by `torch.compile` or with a tensor without values."""
+    return torch.compiler.is_compiling() or type(x) is not Tensor
+
+
 def _is_widened(x: Tensor, weight: Tensor) -> bool:
     """Whether a product is to be computed in float32."""
-    if torch.compiler.is_compiling() or type(x) is not Tensor:  # traced
+    if is_traced(x):
         return False
     if not x.numel() >= WIDENED * weight.shape[1] > 0 or x.dtype != weight.dtype:
         return False

@@ -162,13 +162,6 @@ def takes_few(x: Tensor) -> bool:
     return x.numel() <= FEW * x.shape[-1] and x.dtype in (torch.float32, torch.bfloat16)
 
 
-def is_traced(x: Tensor) -> bool:
-    """Tell whether the call is traced, which needs operators: for a small layer, they cost as much
-    as the product.
-    """
-    return torch.compiler.is_compiling() or type(x) is not Tensor
-
-
 def numba_kernels() -> Any:
     """Import Numba's kernels, and set them to torch's number of threads."""
     import numba

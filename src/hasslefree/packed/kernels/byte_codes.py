@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hasslefree.core.products import linear
-from hasslefree.packed.kernels.arrays import is_traced, numba_kernels
+from hasslefree.core.products import is_traced, linear
+from hasslefree.packed.kernels.arrays import numba_kernels
 from hasslefree.packed.kernels.factors import add_low_rank
 
 # Tokens up to which reading codes for each token is faster than unpacking S once.

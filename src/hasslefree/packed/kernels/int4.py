@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hasslefree.core.grids import Grid
+from hasslefree.core.products import is_traced
 from hasslefree.packed.kernels import arrays, interleaved, tiles
-from hasslefree.packed.kernels.arrays import HighArrays, bits_of, is_traced, numba_kernels
+from hasslefree.packed.kernels.arrays import HighArrays, bits_of, numba_kernels
 from hasslefree.packed.kernels.codes import ZERO, Nibbles
 from hasslefree.packed.kernels.factors import add_low_rank
 from hasslefree.packed.kernels.interleaved import rows_of, rows_of_block, write_columns

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hasslefree.core.products import linear, multiplies_tiles
+from hasslefree.core.products import is_traced, linear, multiplies_tiles
 from hasslefree.packed.kernels.arrays import (
     LayerArrays,
     bits_of,
-    is_traced,
     masks_of,
     numba_kernels,
     row_starts,

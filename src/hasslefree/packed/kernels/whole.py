@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hasslefree.core.products import is_traced
 from hasslefree.packed.kernels import arrays, backends
-from hasslefree.packed.kernels.arrays import LayerArrays, is_traced, takes_few
+from hasslefree.packed.kernels.arrays import LayerArrays, takes_few
 from hasslefree.packed.kernels.byte_codes import ByteCodes
 from hasslefree.packed.kernels.factors import FactorArrays, add_low_rank
 from hasslefree.packed.kernels.int4 import Int4
