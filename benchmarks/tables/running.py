@@ -80,6 +80,7 @@ WRITERS = {
     },
     "generation_patterns": {"SmolLM2-135M-Instruct": "SmolLM2-135M: {label}"},
     "generation_avx2": {"SmolLM2-135M-Instruct": "SmolLM2-135M: {label}"},
+    "generation_avx2_alone": {"SmolLM2-135M-Instruct": "SmolLM2-135M: {label}"},
     "generation_float32": {"SmolLM2-135M-Instruct": "SmolLM2-135M in float32: {label}"},
     "generation": {"smollm2": "SmolLM2-135M: `--pattern 2:4 --rank 16`"},
     "generation_one_thread": {
