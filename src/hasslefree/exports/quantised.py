@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hasslefree.errors import ModelError, option
-from hasslefree.exports.codes import check_layers, dense_linear
+from hasslefree.exports.codes import Coded, check_layers, dense_linear
 from hasslefree.exports.formats import (
     Factors,
     Target,
@@ -43,17 +43,7 @@ def write_compressed_tensors(model: PreTrainedModel, target: Target) -> dict[str
         grid = coded.grid
         size = coded.group if grid.group else None
         layers_of.setdefault((grid.bits, grid.symmetric, size), []).append(name)
-        tensors = coded.layer.tensors()
-        parts = {"weight_scale": coded.layer.weight.detach()}
-        if not grid.symmetric:
-            # Packed along the outputs: a column is that of a group.
-            parts["weight_zero_point"] = tensors["weight_zero_point"]
-        if size:
-            for leaf, numbers in parts.items():
-                parts[leaf] = coded.repeated(numbers)
-        parts["weight_packed"] = tensors["weight_packed"]
-        parts["weight_shape"] = torch.tensor(coded.layer.spec.shape)
-        packed[name] = parts
+        packed[name] = pack_quantized(coded)
     groups: dict[str, Any] = {}
     for (bits, symmetric, size), names in layers_of.items():
         scheme = {"num_bits": bits, "type": "int", "symmetric": symmetric, "dynamic": False}
@@ -70,6 +60,21 @@ def write_compressed_tensors(model: PreTrainedModel, target: Target) -> dict[str
     factors = factors_of(model)
     write_base(model, packed, target, {"quantization_config": config})
     return write_peft(model, factors, target)
+
+
+def pack_quantized(coded: Coded) -> dict[str, Tensor]:
+    """The tensors of a layer of compressed-tensors by what follows the layer's name."""
+    tensors = coded.layer.tensors()
+    parts = {"weight_scale": coded.layer.weight.detach()}
+    if not coded.grid.symmetric:
+        # Packed along the outputs: a column is that of a group.
+        parts["weight_zero_point"] = tensors["weight_zero_point"]
+    if coded.grid.group:
+        for leaf, numbers in parts.items():
+            parts[leaf] = coded.repeated(numbers)
+    parts["weight_packed"] = tensors["weight_packed"]
+    parts["weight_shape"] = torch.tensor(coded.layer.spec.shape)
+    return parts
 
 
 def kernels_in_vllm(base: Path) -> str:
@@ -89,24 +94,30 @@ def kernels_in_vllm(base: Path) -> str:
 def write_mlx(model: PreTrainedModel, target: Target) -> dict[str, Path]:
     """Write S in MLX's affine layout into `base`, and L as an adapter of mlx-lm.
 
-    MLX packs codes as `weight_packed` does, for all bits. The adapter has one rank: lower ones get
-    zeros.
+    The adapter has one rank: lower ones get zeros.
     """
     packed: Packed = {}
     forms: dict[str, Any] = {}
     for name, coded in check_layers(model, "mlx").items():
         forms[name] = {"group_size": coded.group, "bits": coded.grid.bits}
-        biases = coded.second
-        if not coded.grid.offset:
-            # The zero of a symmetric grid is a power of two: its product with the scale is exact.
-            biases = -biases * coded.scale
-        words = coded.layer.tensors()["weight_packed"].view(torch.uint32)
-        packed[name] = {"weight": words, "scales": coded.scale, "biases": biases}
+        packed[name] = pack_affine(coded)
     folders = write_mlx_adapter(factors_of(model), target.folder)
     usual = max(forms.values(), key=list(forms.values()).count)
     others = {name: form for name, form in forms.items() if form != usual}
     write_base(model, packed, target, {"quantization": usual | others})
     return folders | {"mlx-base": target.base}
+
+
+def pack_affine(coded: Coded) -> dict[str, Tensor]:
+    """The tensors of a layer of MLX by their names in it. MLX packs codes as `weight_packed` does,
+    for all bits.
+    """
+    biases = coded.second
+    if not coded.grid.offset:
+        # The zero of a symmetric grid is a power of two: its product with the scale is exact.
+        biases = -biases * coded.scale
+    words = coded.layer.tensors()["weight_packed"].view(torch.uint32)
+    return {"weight": words, "scales": coded.scale, "biases": biases}
 
 
 def write_mlx_adapter(factors: Factors, folder: Path) -> dict[str, Path]:
