@@ -1,5 +1,6 @@
 """README.md of the folders that are written, in the Hub's format."""
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,13 @@ def model_card(
 
 def rendered(template: str, front: ModelCardData, **content: Any) -> str:
     """A card from a template in `assets`. front: the fields that the Hub reads."""
+    card = environment().get_template(template).render(content, front=front.to_yaml())
+    return escaped(card, "\n")
+
+
+@functools.cache
+def environment() -> Environment:
+    """The templates of the cards and their filters."""
     made = Environment(
         loader=FileSystemLoader(ASSETS),
         undefined=StrictUndefined,
@@ -114,8 +122,7 @@ def rendered(template: str, front: ModelCardData, **content: Any) -> str:
         keep_trailing_newline=True,
     )
     made.filters |= {"by_kind": by_kind, "cell": cell, "trained": trained}
-    made.globals["front"] = front.to_yaml()
-    return escaped(made.get_template(template).render(content), "\n")
+    return made
 
 
 def _front(

@@ -58,6 +58,7 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
     )
 
 
+@functools.cache
 def environment() -> Environment:
     """The templates and their filters. Texts lose their control characters; the markup stays."""
     made = Environment(
