@@ -23,6 +23,12 @@ def same_draws():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def no_timed_products(monkeypatch):
+    """What a run is expected to take is not measured: that takes longer than to compress a tiny model."""
+    monkeypatch.setattr("hasslefree.planning.duration.product_rate", lambda device: 1e11)
+
+
 @pytest.fixture(scope="session")
 def compressed_once(tmp_path_factory):
     """A function of a recipe, a family and a dtype: the folder, compressed at the first call. Do not write to it;

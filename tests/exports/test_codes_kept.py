@@ -21,7 +21,7 @@ from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import ModelError, OutputError
 from hasslefree.exports.codes import Coded
 from hasslefree.exports.gguf import blocks_of
-from hasslefree.exports.quantised import kernels_in_vllm
+from hasslefree.exports.quantised import kernels_in_vllm, pack_affine, pack_quantized
 from hasslefree.exports.template import find_vector, nearest_rows, read_template, row_order
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
 from hasslefree.recipe.engines import K_TYPES, fused_name, vllm_kernels
@@ -41,7 +41,10 @@ def compressed(folder, changes=None, dtype=torch.bfloat16, **recipe):
                 seed = zlib.crc32(name.encode())
                 parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
     dense = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    fields = {"method": "joint-grid", "effort": "fast", "rank": 2, "group_size": 32, "scale_bits": 16} | recipe
+    fields = {"method": "lq-lora", "rank": 2, "group_size": 32, "scale_bits": 16}
+    fields |= recipe
+    if fields["method"] == "lq-lora" and not fields.get("symmetric"):
+        fields.setdefault("offset", True)
     hasslefree.compress(model, folder, Recipe(**fields), segments=segments())
     return dense
 
@@ -277,6 +280,17 @@ def mlx_values(words, scales, biases, bits):
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("kind", [{"offset": True}, {"symmetric": True}])
+@pytest.mark.parametrize("group", [64, None])
+def test_every_grid_that_mlx_holds_is_held_to_the_bit(bits, kind, group):
+    grid = Grid(bits, group, **kind)
+    layer = layer_on(grid)
+    tensors = pack_affine(Coded(layer, grid, 64))
+    assert tensors["weight"].dtype == torch.uint32
+    found = mlx_values(*(tensors[name].numpy() for name in ("weight", "scales", "biases")), bits)
+    assert np.array_equal(found.astype(np.float32), layer.unpacked().detach().numpy())
+
+
+@pytest.mark.parametrize(("bits", "kind"), [(3, {"symmetric": True}), (4, {"offset": True})])
 def test_mlx_holds_s(bits, kind, tmp_path):
     compressed(tmp_path / "packed", bits=bits, group_size=0 if bits == 3 else 32, leave_dense=("*.k_proj",), **kind)
     hasslefree.export(tmp_path / "packed", tmp_path / "out", "mlx")
@@ -309,19 +323,30 @@ def codes_in_int32(words, bits, count):
     return (places * 2 ** np.arange(bits)).sum(-1)
 
 
-@pytest.mark.parametrize(
-    ("bits", "symmetric", "group"),
-    [
-        (4, False, 32),
-        (4, True, 0),
-        (8, True, 32),
-        (8, False, 0),
-        (2, True, 0),
-        (3, False, 32),
-        (5, True, 32),
-        (6, False, 0),
-    ],
-)
+def compressed_tensors_values(tensors, bits):
+    """(code − zero) · scale, as compressed-tensors reads the tensors of a layer; a symmetric grid stores no zeros."""
+    out, width = tensors["weight_shape"].tolist()
+    scale = tensors["weight_scale"].float().numpy()
+    codes = codes_in_int32(tensors["weight_packed"].numpy(), bits, width)
+    zeros = np.full(scale.shape, 2 ** (bits - 1))
+    if "weight_zero_point" in tensors:
+        zeros = codes_in_int32(tensors["weight_zero_point"].T.numpy(), bits, out).T
+    times = width // scale.shape[1]
+    return ((codes - zeros.repeat(times, 1)) * scale.repeat(times, 1)).astype(np.float32)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", [64, None])
+def test_every_grid_that_compressed_tensors_holds_is_held_to_the_bit(bits, symmetric, group):
+    grid = Grid(bits, group, symmetric)
+    layer = layer_on(grid)
+    tensors = pack_quantized(Coded(layer, grid, group or 192))
+    assert ("weight_zero_point" in tensors) == (not symmetric)
+    assert np.array_equal(compressed_tensors_values(tensors, bits), layer.unpacked().detach().numpy())
+
+
+@pytest.mark.parametrize(("bits", "symmetric", "group"), [(4, False, 32), (8, True, 0)])
 def test_compressed_tensors_holds_s(bits, symmetric, group, tmp_path):
     fields = {"bits": bits, "symmetric": symmetric, "group_size": group, "offset": False, "leave_dense": ("*.o_proj",)}
     compressed(tmp_path / "packed", **fields)
@@ -335,27 +360,18 @@ def test_compressed_tensors_holds_s(bits, symmetric, group, tmp_path):
     form = [scheme["weights"].get(key) for key in ("num_bits", "symmetric", "strategy", "group_size")]
     assert form == [bits, symmetric, *(("group", group) if group else ("channel", None))]
     for name, layer in in_float32(tmp_path / "packed").items():
-        packed = {
-            key.rpartition(".")[2]: base[key].numpy()
-            for key in base
-            if key.startswith(f"{name}.weight") and "scale" not in key
-        }
-        assert packed["weight_shape"].tolist() == [layer.out_features, layer.in_features]
-        scale = base[f"{name}.weight_scale"].float().numpy()
-        codes = codes_in_int32(packed["weight_packed"], bits, layer.in_features)
-        zeros = np.full(scale.shape, 2 ** (bits - 1))
-        if not symmetric:
-            zeros = codes_in_int32(packed["weight_zero_point"].T, bits, layer.out_features).T
-        times = layer.in_features // scale.shape[1]
-        values = (codes - zeros.repeat(times, 1)) * scale.repeat(times, 1)
-        assert np.array_equal(values.astype(np.float32), layer.unpacked().detach().numpy()), name
+        parts = {key.rpartition(".")[2]: tensor for key, tensor in base.items() if key.startswith(f"{name}.weight")}
+        assert parts["weight_shape"].tolist() == [layer.out_features, layer.in_features]
+        assert np.array_equal(compressed_tensors_values(parts, bits), layer.unpacked().detach().numpy()), name
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["r"] == 2
     assert len(load_file(tmp_path / "out" / "adapter_model.safetensors")) == 2 * 2 * 6
 
 
 def test_what_vllm_fuses_shares_a_grid_within_a_size(tmp_path):
     """Every member of a layer of vLLM has its grid, others have theirs; the export lists them all."""
-    compressed(tmp_path / "packed", engine="vllm", size="5.1bits", rank=0, group_size=None, scale_bits=None)
+    compressed(
+        tmp_path / "packed", method=None, engine="vllm", size="5.1bits", rank=0, group_size=None, scale_bits=None
+    )
     specs = {layer.name: layer.spec for layer in read_record(tmp_path / "packed").layers}
     grids = {}
     for name, spec in specs.items():
@@ -378,7 +394,7 @@ def test_what_vllm_fuses_shares_a_grid_within_a_size(tmp_path):
 
 def test_what_vllm_fuses_is_refused_if_it_differs(tmp_path):
     with pytest.raises(ModelError, match=r"layers.0.self_attn.q_proj \(excluded by the user\), .*none") as refused:
-        compressed(tmp_path / "never", engine="vllm", leave_dense=("*.q_proj",), scale_bits=None)
+        compressed(tmp_path / "never", method=None, engine="vllm", leave_dense=("*.q_proj",), scale_bits=None)
     assert "layers.0.self_attn.v_proj (quantised)" in str(refused.value)
     compressed(tmp_path / "packed", bits=4, offset=False, leave_dense=("*.up_proj",))
     message = r"mlp.up_proj \(dense\), .*mlp.gate_proj \(int4 .*\): compress again .*engine='vllm'; or export"
@@ -391,7 +407,7 @@ def test_what_a_format_cannot_hold_is_refused_before_anything_is_written(work, t
     root, _ = work
     out, template = tmp_path / "out", root / "template.gguf"
     compressed(tmp_path / "sparse", method="eora", group_size=None)
-    compressed(tmp_path / "pruned", pattern="2:4")
+    compressed(tmp_path / "pruned", pattern="2:4", offset=False)
     compressed(tmp_path / "narrow", changes={"intermediate_size": 80}, group_size=16)
     for packed, to, message in [
         (
@@ -490,7 +506,7 @@ def test_a_scale_that_float16_does_not_hold_is_refused(work, tmp_path):
     small = {n: t * 2.0**-20 if "down_proj" in n else t for n, t in dense.items()}
     model = build("llama", torch.bfloat16, **WIDE)
     model.load_state_dict(small)
-    fields = {"method": "joint-grid", "effort": "fast", "rank": 2, "engine": "llama.cpp"}
+    fields = {"method": "lq-lora", "rank": 2, "group_size": 32, "offset": True, "scale_bits": 16}
     hasslefree.compress(model, tmp_path / "packed", Recipe(**fields), segments=segments())
     write_template(tmp_path / "template.gguf", small)
     with pytest.raises(

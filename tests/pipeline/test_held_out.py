@@ -85,7 +85,7 @@ def transformers_kl(dense, compressed, segments):
     return kl.mean().item(), np.percentile(kl.numpy(), 99), same.item()
 
 
-@pytest.mark.parametrize("rows", [256, 5])
+@pytest.mark.parametrize("rows", [pytest.param(256, marks=pytest.mark.nightly), 5])
 @pytest.mark.parametrize(
     ("family", "fields"),
     [("llama", {}), ("llama", {"match_predictions": 256}), ("llama", ENDS), ("gemma4_text", {})],
@@ -186,8 +186,15 @@ def unused(document, seen):
     return [part.split() for part in text.split("|")]
 
 
-@pytest.mark.parametrize("after", [8, None])
-@pytest.mark.parametrize("fields", [{}, {"match_predictions": 64}])
+@pytest.mark.parametrize(
+    ("fields", "after"),
+    [
+        ({}, None),
+        ({"match_predictions": 64}, 8),
+        pytest.param({}, 8, marks=pytest.mark.nightly),
+        pytest.param({"match_predictions": 64}, None, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_resumed_run_measures_the_same(fields, after, recipe, tmp_path, monkeypatch):
     """Oracle: the folder of an uninterrupted run. None: the run stops once all blocks are written, or trained."""
     recipe = dataclasses.replace(recipe, **fields)
@@ -215,7 +222,7 @@ def process(rank, port, out, recipe):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
-@pytest.mark.parametrize("fields", [{}, {"match_predictions": 64}])
+@pytest.mark.parametrize("fields", [pytest.param({}, marks=pytest.mark.nightly), {"match_predictions": 64}])
 def test_several_processes_measure_what_one_does(fields, recipe, tmp_path):
     """Oracle: one process. Sums are rounded in another order, and so are the weights."""
     recipe = dataclasses.replace(recipe, **fields)

@@ -65,3 +65,10 @@ def test_a_container_without_a_limit(memory):
 
 def test_free_memory_is_what_the_machine_has():
     assert 10**8 < machine.free_memory(CPU) < 10**14
+
+
+def test_the_timed_products_draw_no_random_numbers():
+    """A run draws the same numbers whether or not its time is estimated."""
+    before = torch.random.get_rng_state()
+    assert 1e6 < machine.product_rate(CPU) < 1e15
+    assert torch.equal(torch.random.get_rng_state(), before)

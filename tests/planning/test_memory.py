@@ -67,10 +67,9 @@ def free(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def large_machine(monkeypatch):
-    """Every device has a terabyte, and a known speed."""
+    """Every device has a terabyte."""
     monkeypatch.setattr("hasslefree.planning.machine.total_memory", lambda device: 10**12)
     monkeypatch.setattr("hasslefree.planning.memory.free_memory", lambda device, processes: 10**12)
-    monkeypatch.setattr("hasslefree.planning.duration.product_rate", lambda device: 1e12)
 
 
 def planned(folder, recipe=FAST, storage="device", processes=1, device=CPU, **changes):
