@@ -20,6 +20,7 @@ from tables.models import in_percent
 from tables.real import gap_of
 
 MODEL = "SmolLM2-135M-Instruct"
+QWEN = "Qwen2.5-Coder-0.5B"
 # The rows of whole_files_MODEL.json in the picture with which README begins, and the label of each.
 OURS = {"4.3bits, best": "--size 4.3bits, best", "5.2bits, balanced": "default", "105MB, balanced": "--size 105MB"}
 LLAMA_CPP = {f"llama.cpp {kind}, matrix": kind for kind in ("IQ3_M", "IQ4_XS", "Q3_K_M", "Q4_K_M", "Q5_K_M")}
@@ -218,6 +219,7 @@ PICTURES: dict[str, Callable[[], Any]] = {
     "results/inference": inference,
     "results/figure1_embedded": lambda: layer_errors(load("reproduction_embedded")["figure1"] | {"model": "demo"}),
     "results/figure1_reference": lambda: layer_errors(load("reproduction_reference")["figure1"]),
+    "results/figure1_qwen": lambda: layer_errors(load("reproduction_qwen")["figure1"] | {"model": QWEN}),
     "explanation/energies": energies,
 }
 

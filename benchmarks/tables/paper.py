@@ -123,11 +123,11 @@ def without_order(name: str) -> tuple[Table, ...]:
 def figure(name: str) -> tuple[Table, ...]:
     columns = (
         ("block {figure1[block]}, {figure1[pattern]} + rank {figure1[rank]}", "{layer}"),
-        ("*", "{error[*]:.4f}"),
+        ("*", "{error[*]:.5f}"),
     )
     return (Table(f"reproduction_{name}", f"python benchmarks/reproduction.py PART --record {name}", columns, figure1),)
 
 
 TABLES = {f"reproduction_{name}": reproduction(name) for name in ("embedded", "reference", "smollm2")}
 TABLES["reproduction_qwen"] = without_order("qwen")
-TABLES |= {f"figure1_{name}": figure(name) for name in ("embedded", "reference")}
+TABLES |= {f"figure1_{name}": figure(name) for name in ("embedded", "reference", "qwen")}
