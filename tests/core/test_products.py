@@ -1,11 +1,21 @@
 import contextlib
+import operator
+from collections import Counter
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hasslefree.core import products
-from hasslefree.core.products import FastProducts, add_product, bfloat16_products, linear, matmul, matmul_precision
+from hasslefree.core.products import (
+    FastProducts,
+    add_product,
+    bfloat16_products,
+    fast_products,
+    linear,
+    matmul_precision,
+)
 
 
 @pytest.fixture
@@ -13,6 +23,20 @@ def slow(monkeypatch):
     """A processor without instructions for narrow dtypes, and tiles of three rows of 40 inputs."""
     monkeypatch.setattr(products, "_capable", {"avx2": True}.get)
     monkeypatch.setattr(products, "TILE_BYTES", 3 * 4 * 40)
+    monkeypatch.setattr(products, "ADDED_ROWS", 3)
+
+
+class Watched(TorchDispatchMode):
+    """Counts the products that torch computes, by dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            self.dtypes[args[-1].dtype] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def narrow_numbers(dtype, *shapes):
@@ -44,22 +68,93 @@ def test_a_product_is_added_in_place_and_rounded_once(dtype, slow):
     """Oracle: float64."""
     y, x, weight = narrow_numbers(dtype, (9, 10), (9, 40), (10, 40))
     expected, unit = rounded_once(y.double() + x.double() @ weight.double().T, dtype)
-    found = add_product(y, x, weight)
+    with Watched() as watched:
+        found = add_product(y, x, weight)
+    assert watched.dtypes == {torch.float32: 4}
     assert found is y
     assert ((found.double() - expected).abs() <= unit).all()
 
 
-@pytest.mark.parametrize("multiply", products.MATMULS)
-def test_products_of_attention_are_exact_ones_rounded_once(multiply, slow, monkeypatch):
+def sizes_of(multiply):
+    """The shapes of the operands of a function of torch's."""
+    if multiply is F.linear:
+        return (9, 40), (5, 40), (5,)
+    if multiply is torch.addmm:
+        return (5,), (9, 40), (40, 5)
+    return (2, 9, 40), (2, 40, 5)
+
+
+@pytest.mark.parametrize("multiply", [F.linear, torch.addmm, torch.matmul, torch.bmm, operator.matmul])
+def test_products_of_a_model_are_exact_ones_rounded_once(multiply, slow):
     """Oracle: float64."""
-    a, b = narrow_numbers(torch.bfloat16, (2, 9, 40), (2, 40, 5))
-    expected, unit = rounded_once(a.double() @ b.double(), a.dtype)
-    seen = []
-    monkeypatch.setattr(products, "matmul", lambda *pair: seen.append(pair) or matmul(*pair))
-    with FastProducts():
-        found = multiply(a, b)
-    assert len(seen) == 1
+    operands = narrow_numbers(torch.bfloat16, *sizes_of(multiply))
+    expected, unit = rounded_once(multiply(*(each.double() for each in operands)), torch.bfloat16)
+    with FastProducts(), Watched() as watched:
+        found = multiply(*operands)
+    assert watched.dtypes.keys() == {torch.float32}
     assert ((found.double() - expected).abs() <= unit).all()
+
+
+def test_a_product_with_one_matrix_is_computed_a_few_rows_at_a_time(slow):
+    [a, b] = narrow_numbers(torch.bfloat16, (2, 9, 40), (5, 40))
+    with FastProducts(), Watched() as watched:
+        found = a @ b.T
+    assert watched.dtypes == {torch.float32: 2}
+    assert torch.equal(found, linear(a, b))
+
+
+class Quantised(torch.Tensor):
+    """As a class of tensors that multiplies by itself."""
+
+
+LEFT_TO_TORCH = {
+    "few rows": lambda x, w: F.linear(x[:7], w),
+    "one row of weights": lambda x, w: F.linear(x, w[0]),
+    "a keyword": lambda x, w: F.linear(input=x, weight=w),
+    "a bias of one number": lambda x, w: F.linear(x, w, w[0, 0]),
+    "another class": lambda x, w: F.linear(x, w.as_subclass(Quantised)),
+    "a parameter that is trained": lambda x, w: F.linear(x, torch.nn.Parameter(w)).detach(),
+    "a bias that is trained": lambda x, w: F.linear(x, w, torch.nn.Parameter(w[:, 0].clone())).detach(),
+    "few rows of attention": lambda x, w: x[None, :7] @ w.T[None],
+    "sparse weights": lambda x, w: F.linear(x, w.to_sparse()),
+    "sparse inputs": lambda x, w: x.to_sparse() @ w.T,
+    "inputs of several lengths": lambda x, w: F.linear(torch.nested.nested_tensor([x, x[:8]]), w).unbind()[0],
+}
+
+
+@pytest.mark.parametrize("case", LEFT_TO_TORCH)
+def test_other_products_are_torch_s(case, slow):
+    """Oracle: torch."""
+    x, weight = narrow_numbers(torch.bfloat16, (9, 40), (10, 40))
+    expected = LEFT_TO_TORCH[case](x, weight)
+    with FastProducts():
+        assert torch.equal(LEFT_TO_TORCH[case](x, weight), expected)
+    with Watched() as watched, FastProducts():
+        LEFT_TO_TORCH[case](x, weight)
+    assert torch.float32 not in watched.dtypes
+
+
+def test_autocast_and_operands_of_several_dtypes_are_torch_s(slow):
+    x, weight = narrow_numbers(torch.bfloat16, (9, 40), (10, 40))
+    with FastProducts(), torch.autocast("cpu", torch.float16):
+        assert F.linear(x, weight).dtype == torch.float16
+    with FastProducts(), pytest.raises(RuntimeError, match="dtype"):
+        F.linear(x, weight.half())
+
+
+def test_a_traced_product_is_torch_s(slow):
+    x, weight = narrow_numbers(torch.bfloat16, (9, 40), (10, 40))
+    code = []
+
+    def backend(graph, _):
+        code.append(graph.code)
+        return graph.forward
+
+    with FastProducts():
+        torch.compile(lambda x: x @ weight.T, backend=backend, fullgraph=True)(x)
+    [found] = code
+    assert "matmul" in found
+    assert "float" not in found
 
 
 def test_many_narrow_tokens_are_multiplied_in_float32_where_that_is_faster(slow, monkeypatch):
@@ -86,16 +181,12 @@ def test_many_narrow_tokens_are_multiplied_in_float32_where_that_is_faster(slow,
         assert not called
 
 
-def test_a_layer_of_torchs_is_multiplied_in_float32_within_fast_products(slow, monkeypatch):
-    """Oracle: `linear`, of which torch's own product may differ by rounding alone."""
-    seen = []
-    monkeypatch.setattr(products, "linear", lambda *operands: seen.append(operands) or linear(*operands))
-    [x] = narrow_numbers(torch.bfloat16, (8, 40))
-    model = torch.nn.Linear(40, 3, dtype=x.dtype)
-    with FastProducts(), torch.no_grad():
-        found = model(x)
-    assert len(seen) == 1
-    assert torch.equal(found, linear(x, model.weight.detach(), model.bias.detach()))
+def test_products_are_fast_within_models_of_a_slow_dtype_alone(slow, monkeypatch):
+    narrow = torch.nn.Linear(40, 3, dtype=torch.bfloat16)
+    assert isinstance(fast_products(narrow), FastProducts)
+    assert not isinstance(fast_products(torch.nn.Linear(40, 3)), FastProducts)
+    monkeypatch.setattr(products, "_capable", {"avx2": True, "avx512_bf16": True}.get)
+    assert not isinstance(fast_products(narrow), FastProducts)
 
 
 def test_no_outputs_and_no_inputs_are_no_error(slow):

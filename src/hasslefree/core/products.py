@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -15,12 +15,15 @@ from torch.overrides import TorchFunctionMode
 WIDENED = 8
 # A matrix is converted so many bytes at a time, which stay in the cache.
 TILE_BYTES = 4 << 20
+# Rows of a matrix with few inputs, to whose product something is added, which is converted too.
+ADDED_ROWS = 512
 # Those of x86 for products of narrow dtypes; any of them will do.
 INSTRUCTIONS = {
     torch.bfloat16: ("avx512_bf16", "amx_bf16"),
     torch.float16: ("avx512_fp16", "amx_fp16"),
 }
-MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
+# The classes of tensors whose products are not left to torch.
+PLAIN = {Tensor, nn.Parameter}
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
@@ -43,6 +46,7 @@ def _has_instructions(dtype: torch.dtype) -> bool:
     return any(_capable(instructions) for instructions in INSTRUCTIONS[dtype])
 
 
+@cache
 def _capable(instructions: str) -> bool:
     """True if torch's products use these instructions; False for versions of torch that do not
     report them.
@@ -114,39 +118,37 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     On an x86 processor that has no instructions for a narrow dtype, many tokens are multiplied in
     float32, in which products of narrow numbers are exact, and rounded once. A call that is traced
-    or needs gradients stays torch's.
+    or needs gradients stays torch's, and so does one within autocast.
 
     Args:
         x: (..., in).
         weight: W, (out, in), of the same dtype.
         bias: b, (out,), of the same dtype.
     """
-    if not _is_widened(x, weight):
+    if not _are_many_rows(x, weight, bias):
         return F.linear(x, weight, bias)
-    out, width = weight.shape
-    y = x.new_empty(*x.shape[:-1], out)
+    y = x.new_empty(*x.shape[:-1], len(weight))
     inputs = x.float()
-    height = max(1, TILE_BYTES // (4 * width))
-    for start in range(0, out, height):
-        rows = slice(start, start + height)
+    for rows in _tiles(len(weight), TILE_BYTES // (4 * weight.shape[1])):
         added = None if bias is None else bias[rows].float()
         y[..., rows] = F.linear(inputs, weight[rows].float(), added)
     return y
 
 
-def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b; many rows of a narrow dtype as in `linear`."""
-    slow = a.dtype == b.dtype and multiplies_slowly(a.dtype, a.device)
-    if not slow or a.ndim < 2 or a.shape[-2] < WIDENED:
-        return torch.matmul(a, b)
-    return torch.matmul(a.float(), b.float()).to(a.dtype)
-
-
 def add_product(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """y + x Wᵀ, in place, rounded once; as `linear`, for matrices of one dtype."""
-    if not _is_widened(x, weight):
+    if not _are_many_rows(x, weight):
         return y.addmm_(x, weight.T)
-    return y.copy_(torch.addmm(y.float(), x.float(), weight.T.float()))
+    inputs = x.float()
+    for rows in _tiles(len(weight), ADDED_ROWS):
+        y[:, rows] = torch.addmm(y[:, rows].float(), inputs, weight[rows].float().T)
+    return y
+
+
+def _tiles(out: int, height: int) -> Iterator[slice]:
+    """The rows of a matrix that are converted together, one slice after the other."""
+    height = max(1, height)
+    return (slice(start, start + height) for start in range(0, out, height))
 
 
 def is_traced(x: Tensor) -> bool:
@@ -154,21 +156,69 @@ def is_traced(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or type(x) is not Tensor
 
 
-def _is_widened(x: Tensor, weight: Tensor) -> bool:
-    """Whether a product is to be computed in float32."""
-    if is_traced(x):
+def _are_many_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether x Wᵀ + b is to be computed in float32."""
+    operands = [x, weight]
+    if bias is not None:
+        operands.append(bias)
+    if not _are_widened(*operands) or weight.ndim != 2:
         return False
-    if not x.numel() >= WIDENED * weight.shape[1] > 0 or x.dtype != weight.dtype:
+    out, width = weight.shape
+    if bias is not None and bias.shape != (out,):
         return False
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+    return x.ndim > 1 and x.numel() >= WIDENED * width > 0
+
+
+def _are_widened(*operands: Tensor) -> bool:
+    """Whether a product of many rows of these is to be computed in float32."""
+    first = operands[0]
+    # Not a tensor of another class, such as one that is quantised.
+    if torch.compiler.is_compiling() or not {type(each) for each in operands} <= PLAIN:
         return False
-    return multiplies_slowly(x.dtype, x.device)
+    if not multiplies_slowly(first.dtype, first.device) or torch.is_autocast_enabled("cpu"):
+        return False
+    for each in operands:
+        if each.dtype != first.dtype or each.layout != torch.strided or each.is_nested:
+            return False
+    return not torch.is_grad_enabled() or not any(each.requires_grad for each in operands)
+
+
+def _matmul(multiply: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
+    """a @ b by a function of torch's."""
+    if b.ndim == 2 and _are_many_rows(a, b.T):
+        return linear(a, b.T)
+    return _batched(multiply, a, b)
+
+
+def _batched(multiply: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
+    """The same for (…, rows, in) × (…, in, out), such as the products of attention."""
+    if a.ndim > 2 and b.ndim > 2 and a.shape[-2] >= WIDENED and _are_widened(a, b):
+        return multiply(a.float(), b.float()).to(a.dtype)
+    return multiply(a, b)
+
+
+def _added(bias: Tensor, x: Tensor, transposed: Tensor) -> Tensor:
+    """b + x Wᵀ for the transpose of W, (in, out), which is how GPT-2 stores it."""
+    if x.ndim == 2 and _are_many_rows(x, transposed.T, bias):
+        return linear(x, transposed.T, bias)
+    return torch.addmm(bias, x, transposed)
+
+
+# The products of a model that `FastProducts` computes; not those of grouped experts.
+FAST: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    F.linear: linear,
+    torch.addmm: _added,
+    torch.bmm: partial(_batched, torch.bmm),
+    Tensor.bmm: partial(_batched, Tensor.bmm),
+    torch.matmul: partial(_matmul, torch.matmul),
+    Tensor.matmul: partial(_matmul, Tensor.matmul),
+}
 
 
 class FastProducts(TorchFunctionMode):
-    """Within it, every `linear` and `matmul` of torch's is as fast as `linear` here.
+    """Within it, a model that is not ours multiplies as `linear` does, by the functions of `FAST`.
 
-    For models that are not ours; it costs some microseconds for each of their operations.
+    It costs some microseconds for each operation of the model.
     """
 
     def __torch_function__(
@@ -178,9 +228,13 @@ class FastProducts(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        options = kwargs or {}
-        if func is F.linear:
-            return linear(*args, **options)
-        if func in MATMULS and not options:
-            return matmul(*args)
-        return func(*args, **options)
+        if kwargs:
+            return func(*args, **kwargs)
+        return FAST.get(func, func)(*args)
+
+
+def fast_products(model: nn.Module) -> AbstractContextManager[object]:
+    """`FastProducts`, for a model in whose dtype torch multiplies slowly; else nothing."""
+    if any(multiplies_slowly(each.dtype, each.device) for each in model.parameters()):
+        return FastProducts()
+    return nullcontext()

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hasslefree.checkpoint.record import versions
-from hasslefree.core.products import FastProducts
+from hasslefree.core.products import fast_products
 from hasslefree.errors import NonFiniteError, OutputError, option
 from hasslefree.evaluation.tasks import load_task
 from hasslefree.models.calls import replaced
@@ -84,7 +84,7 @@ def evaluate_tasks(
     """
     phases = phases or Phases()
     scores: Scores = {}
-    with quiet_harness(), FastProducts(), ExitStack() as stack:
+    with quiet_harness(), fast_products(model), ExitStack() as stack:
         with phases.phase(TASK_DATA):
             import lm_eval
             from lm_eval.models.huggingface import HFLM

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from hasslefree.bar import with_bar
 from hasslefree.checkpoint.record import KLRecord, kl_record, versions
 from hasslefree.core.predictions import Comparison
-from hasslefree.core.products import FastProducts
+from hasslefree.core.products import fast_products
 from hasslefree.errors import CalibrationError, ModelError, NonFiniteError, option
 from hasslefree.evaluation.harness import Scores, evaluate_tasks, load_tasks
 from hasslefree.evaluation.tasks import check_harness, check_tasks
@@ -151,7 +151,7 @@ def predictions(model: nn.Module, rows: Tensor, unscored: int) -> Tensor:
     Args:
         rows: token ids (windows, window). unscored: the first ones of each window.
     """
-    with FastProducts():
+    with fast_products(model):
         logits: Tensor = model(input_ids=rows, use_cache=False).logits
     return logits[:, unscored - 1 : -1].flatten(0, 1)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from hasslefree.core.products import FastProducts
+from hasslefree.core.products import fast_products
 from hasslefree.errors import CalibrationError, MemoryShortError, option
 from hasslefree.models.calls import replaced
 from hasslefree.models.load import check_ids, load_model
@@ -100,7 +100,7 @@ def written_segments(
     # What `settings` leaves open would come from the model's own generation_config.json: penalties,
     # suppressed tokens, beams. These are plain samples.
     plain = replaced(model, "generation_config", GenerationConfig())
-    with plain, torch.random.fork_rng(), torch.no_grad(), FastProducts():
+    with plain, torch.random.fork_rng(), torch.no_grad(), fast_products(model):
         torch.manual_seed(seed)
         for first in range(0, count, BATCH):
             prompts = torch.tensor([start] * min(BATCH, count - first), device=model.device)

@@ -18,7 +18,7 @@ Nibbles are moved so that the middle code becomes 8, the operators' zero. Scale 
 rounded to bfloat16. With m the value of the middle code 2^(bits − 1), a value of S is therefore off
 by at most
 
-    (|m| + 8·scale)/256,  or |m|/256 unless it has two nibbles of its own,
+    |m|/256,  or (|m| + 8·scale)/256 if a code has eight bits,
 
 and by |value − m|/256 more where scales are multiples of a unit of their row. Without operators,
 the value itself would be rounded to bfloat16.
