@@ -158,7 +158,7 @@ SETTINGS = (
     ("closest to dense, in the size of llama.cpp's Q4_K_M", "105MB, balanced", "--size 105MB"),
     ("**the default size and effort**", "5.2bits, balanced", ""),
     ("no fine-tuning", "5.2bits, fast", "--effort fast"),
-    ("smallest", "4.3bits, best", "--size 4.3bits --effort best"),
+    ("smaller", "4.3bits, best", "--size 4.3bits --effort best"),
 )
 
 
