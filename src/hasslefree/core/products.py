@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 WIDENED = 8
 # A matrix is converted so many bytes at a time, which stay in the cache.
 TILE_BYTES = 4 << 20
-# Rows of a matrix with few inputs, to whose product something is added, which is converted too.
+# Rows of a matrix with few inputs that are converted at a time if its product is added to another.
 ADDED_ROWS = 512
 # Those of x86 for products of narrow dtypes; any of them will do.
 INSTRUCTIONS = {
@@ -33,7 +33,6 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     return device.type == "cpu" and _has_instructions(torch.bfloat16)
 
 
-@cache
 def multiplies_tiles() -> bool:
     """True if this processor multiplies tiles of bfloat16 (AMX), which makes dense products several
     times as fast.
@@ -191,7 +190,7 @@ def _matmul(multiply: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) 
 
 
 def _batched(multiply: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
-    """The same for (…, rows, in) × (…, in, out), such as the products of attention."""
+    """a @ b by a function of torch's, for (…, rows, in) × (…, in, out), as in attention."""
     if a.ndim > 2 and b.ndim > 2 and a.shape[-2] >= WIDENED and _are_widened(a, b):
         return multiply(a.float(), b.float()).to(a.dtype)
     return multiply(a, b)
@@ -204,7 +203,8 @@ def _added(bias: Tensor, x: Tensor, transposed: Tensor) -> Tensor:
     return torch.addmm(bias, x, transposed)
 
 
-# The products of a model that `FastProducts` computes; not those of grouped experts.
+# The products of a model that `FastProducts` computes. Those of experts, which transformers groups
+# (`torch._grouped_mm`), are not among them.
 FAST: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.linear: linear,
     torch.addmm: _added,
