@@ -85,7 +85,11 @@ SIMILAR = ("caldera", "eora")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in SIMILAR)) for name in ROUNDS]
+    "name",
+    [
+        *(name for name in ROUNDS if name not in SIMILAR),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in SIMILAR),
+    ],
 )
 def test_more_rounds_wait_for_the_gpu_no_more_than_is_stated(name):
     fewer, added = (22, 4) if "joint" in name else (2, 2)

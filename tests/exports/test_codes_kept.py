@@ -33,7 +33,7 @@ HEADS = {"q_proj": 4, "k_proj": 2}
 
 
 def compressed(folder, changes=None, dtype=torch.bfloat16, **recipe):
-    """A tiny model with random biases and gains, compressed into FOLDER, and the dense one that it was made of."""
+    """A tiny model with random biases and gains, compressed into FOLDER by a quick method, and the dense one."""
     model = build("llama", dtype, **(WIDE | (changes or {})))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -41,8 +41,7 @@ def compressed(folder, changes=None, dtype=torch.bfloat16, **recipe):
                 seed = zlib.crc32(name.encode())
                 parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
     dense = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    fields = {"method": "lq-lora", "rank": 2, "group_size": 32, "scale_bits": 16}
-    fields |= recipe
+    fields = {"method": "lq-lora", "rank": 2, "group_size": 32, "scale_bits": 16} | recipe
     if fields["method"] == "lq-lora" and not fields.get("symmetric"):
         fields.setdefault("offset", True)
     hasslefree.compress(model, folder, Recipe(**fields), segments=segments())
