@@ -123,7 +123,7 @@ def without_order(name: str) -> tuple[Table, ...]:
 def figure(name: str) -> tuple[Table, ...]:
     columns = (
         ("block {figure1[block]}, {figure1[pattern]} + rank {figure1[rank]}", "{layer}"),
-        ("*", "{error[*]:.5f}"),
+        ("*", "{error[*]:.2g}"),
     )
     return (Table(f"reproduction_{name}", f"python benchmarks/reproduction.py PART --record {name}", columns, figure1),)
 
