@@ -173,20 +173,35 @@ def test_products_in_bfloat16_land_on_the_same_objective():
     assert abs(sum(logs)) / len(logs) < 0.01
 
 
-def test_the_precision_is_chosen_by_processor_and_dtype(monkeypatch):
+@pytest.fixture
+def told(monkeypatch):
+    """A function that sets what torch tells of the processor; None for a torch that does not. It is asked once."""
+
+    def tell(capabilities):
+        products._capable.cache_clear()
+        if capabilities is None:
+            monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+        else:
+            monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+
+    yield tell
+    products._capable.cache_clear()
+
+
+def test_the_precision_is_chosen_by_processor_and_dtype(told):
     """float64 asks for float64; CUDA was not measured; torch of old does not tell what a processor can do."""
     weight = torch.zeros(1)
     cpu = torch.device("cpu")
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
+    told({"avx512_bf16": True})
     assert products.multiplies_bfloat16(cpu)
     assert not products.multiplies_bfloat16(torch.device("cuda"))
     assert Joint().product_dtype(weight) == torch.bfloat16
     assert Joint().product_dtype(weight.double()) == torch.float64
     assert Joint(precision="float32").product_dtype(weight) == torch.float32
     assert Joint(precision="bfloat16").product_dtype(weight.double()) == torch.bfloat16
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False}, raising=False)
+    told({"avx512_bf16": False})
     assert Joint().product_dtype(weight) == torch.float32
-    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    told(None)
     assert not products.multiplies_bfloat16(cpu)
 
 
