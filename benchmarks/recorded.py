@@ -13,6 +13,7 @@ Such rows are run both ways: with our exact count, and as recorded ("cut": "as r
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from safetensors.torch import load_file
 import hasslefree
 from harness.layers import build_method
 from harness.record import RESULTS, geometric_mean, machine, write
-from hasslefree import Row, Unstructured
+from hasslefree import Adam, Exact, Row, Unstructured
 
 # Our name → the name in recorded.json.
 OURS = {
@@ -44,7 +45,12 @@ OURS = {
     "joint, 200 rounds": "3basil",
 }
 ROUNDS = {"joint, 25 rounds": 25, "joint, 50 rounds": 50, "joint, 200 rounds": 200}
-LOW_RANK = {"hassle-free unscaled": "adam-unscaled", "hassle-free exact": "exact"}
+# The recorded runs of Adam started at a gaussian u.
+LOW_RANK = {
+    "hassle-free": Adam(adapter_start=False),
+    "hassle-free unscaled": Adam(scaled=False, adapter_start=False),
+    "hassle-free exact": Exact(),
+}
 OUTPUTS = {"sparsegpt": "sparsegpt", "alps": "alps", "oats": "oats_sum"}
 
 
@@ -81,7 +87,9 @@ def run(
     cut: Row | Unstructured | None,
 ) -> tuple[float, float, torch.Tensor]:
     """One method on one problem: its relative error, its seconds, and S + L."""
-    method = build_method(name.replace(",", "").split()[0], low_rank=LOW_RANK.get(name), rounds=ROUNDS.get(name))
+    method = build_method(name.replace(",", "").split()[0], rounds=ROUNDS.get(name))
+    if name in LOW_RANK:
+        method = dataclasses.replace(method, low_rank=LOW_RANK[name])
     rank = 0 if name in ("sparsegpt", "alps") else spec["rank"]
     start = time.perf_counter()
     result = hasslefree.decompose(

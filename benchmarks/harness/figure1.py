@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hasslefree import Gram, Recipe, decompose
+from hasslefree import Adam, AlternatingMinimization, Exact, Gram, Recipe, decompose
+from hasslefree.core.protocols import Method
 from hasslefree.errors import ModelError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_model
@@ -17,14 +19,16 @@ from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.pipeline.text import draw
 from hasslefree.progress import SOLVING, Listener, Phases
 from hasslefree.report.content import short_names
-from hasslefree.solve.methods import build_method
+from hasslefree.solve.methods import METHODS
 
-# The methods of the figure, as the arguments of `build_method`.
-COMPARED: dict[str, dict[str, Any]] = {
-    "oats": {"name": "oats"},
-    "hassle-free, unscaled": {"name": "hassle-free", "low_rank": "adam-unscaled"},
-    "hassle-free": {"name": "hassle-free"},
-    "joint": {"name": "joint"},
+# The methods of the figure. The gaussian start is that of the paper's text, the other one that of its code.
+COMPARED: dict[str, Method] = {
+    "oats": METHODS["oats"],
+    "hassle-free, gaussian start": AlternatingMinimization(low_rank=Adam(adapter_start=False)),
+    "hassle-free, unscaled": AlternatingMinimization(low_rank=Adam(scaled=False)),
+    "hassle-free": AlternatingMinimization(),
+    "hassle-free, exact step": AlternatingMinimization(low_rank=Exact()),
+    "joint": METHODS["joint"],
 }
 
 
@@ -60,7 +64,9 @@ def layer_errors(
     short, errors = short_names(sites), {method: dict[str, float]() for method in methods}
     for name in Phases(progress).counted(SOLVING, sites, len(sites), "layers"):
         for method in methods:
-            solver = build_method(rounds=rounds, **COMPARED[method])
+            solver = COMPARED[method]
+            if rounds is not None:
+                solver = dataclasses.replace(solver, rounds=rounds)
             solved = decompose(
                 sites[name].weight(), grams[name], recipe.pattern, recipe.rank, method=solver, seed=recipe.seed
             )

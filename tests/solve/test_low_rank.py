@@ -98,3 +98,25 @@ def test_adam_follows_autograd_on_the_written_out_objective(scaled, round):
     expected = oracles.adam_by_autograd(target, h, start.u, start.v, 50, 1e-2 / (round + 11), scale)
     found = fit(Adam(scaled=scaled), target, h, 3, start=start, round=round).product()
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+
+
+def test_adam_starts_as_an_adapter_of_peft():
+    """Oracle: PEFT's adapter with the authors' alpha, whose scaling is shared out among its two factors."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=3, lora_alpha=16, target_modules=["0"])
+    layer = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(12, 7)), config).base_model.model[0]
+    torch.manual_seed(5)
+    layer.reset_lora_parameters("default", init_lora_weights=True)
+    root = layer.scaling["default"] ** 0.5
+    found = Adam().start(torch.zeros(7, 12), 3, seed=5)
+    torch.testing.assert_close(found.v, root * layer.lora_A["default"].weight.detach(), rtol=1e-6, atol=0)
+    assert torch.equal(found.u, torch.zeros(7, 3))
+    assert found.v.any()
+
+
+def test_adam_starts_at_a_gaussian_u_if_told_so():
+    weight = torch.zeros(400, 2)
+    found = Adam(adapter_start=False).start(weight, 100, seed=0)
+    assert not found.v.any()
+    assert torch.equal(found.u, LowRank.gaussian_start(weight, 100, 0).u)
+    assert abs(found.u.std() - 1) < 0.02

@@ -113,6 +113,10 @@ class LowRankSolver(Checked, ABC):
         """Compute what depends on the damped Gram alone."""
         return None
 
+    def start(self, weight: Tensor, rank: int, seed: int) -> LowRank:
+        """Draw the L of round 0, for a weight (out, in): a factor is random, the other zero."""
+        return LowRank.gaussian_start(weight, rank, seed)
+
     @abstractmethod
     def fit(
         self,
@@ -126,8 +130,8 @@ class LowRankSolver(Checked, ABC):
         Args:
             target: (out, in); it is not changed.
             prepared: the result of `prepare`.
-            start: the L of the round before; in round 0, u is random and v is zero. The result has
-                its rank.
+            start: the L of the round before; in round 0, the result of the method `start`. The
+                result has its rank.
             round: the round of the alternation: 0, 1, 2, …
         """
 
@@ -163,6 +167,10 @@ class Method(Sparsifier, ABC):
     def check(self, rank: int) -> None:
         """Raise BudgetError if the method cannot use this rank. The default accepts every rank."""
 
+    def start(self, weight: Tensor, rank: int, seed: int) -> LowRank:
+        """Draw the L to begin with, for a weight (out, in): a factor is random, the other zero."""
+        return LowRank.gaussian_start(weight, rank, seed)
+
     @abstractmethod
     def solve(
         self,
@@ -176,7 +184,7 @@ class Method(Sparsifier, ABC):
         Args:
             weight: W, (out, in); it is not changed.
             prepared: the result of `prepare`.
-            start: the L to begin with; u is random and v is zero. The result has its rank.
+            start: the result of the method `start`. The solution has its rank.
         """
 
 

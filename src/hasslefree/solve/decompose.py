@@ -226,7 +226,7 @@ def approximation(
     in `solve_layer`.
     """
     weight = live(weight, gram).contiguous()  # experts may be stored transposed
-    start = LowRank.gaussian_start(weight, rank, seed)
+    start = method.start(weight, rank, seed)
     solution = None if method.grid else unchanged(weight, pattern, start)
     if solution is None:
         try:
@@ -283,7 +283,8 @@ def unchanged(
     remarks: tuple[str, ...] = ()
     if kept < weight.numel():
         remarks = ("the pattern keeps every non-zero of the weight: S = W, L = 0",)
-    return Solution(weight, LowRank(torch.zeros_like(start.u), start.v), (), remarks)
+    nothing = LowRank(torch.zeros_like(start.u), torch.zeros_like(start.v))
+    return Solution(weight, nothing, (), remarks)
 
 
 def _remarks_on(

@@ -5,13 +5,14 @@ import pytest
 import torch
 
 import hasslefree
-from hasslefree import AlternatingMinimization, Gram, Grid
+from hasslefree import Adam, AlternatingMinimization, Gram, Grid
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import SemiStructured
 from hasslefree.core.protocols import LowRankSolver
 from hasslefree.errors import BudgetError, NonFiniteError, UnknownNameError
 from hasslefree.solve.low_rank.svd import SVD, Exact
 from hasslefree.solve.methods import METHODS, build_method
+from hasslefree.solve.methods.weighted import Weighted
 from hasslefree.solve.pruners.diagonal import Magnitude
 from hasslefree.solve.pruners.sparsegpt import SparseGPT
 from tests import oracles
@@ -123,11 +124,13 @@ def test_what_is_defined_without_damping_has_none():
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0])
 def test_hassle_free_is_never_worse_than_its_pruner(scale):
-    """Adam's steps have a fixed size: where the inputs are tiny its first fits are far worse than L = 0."""
+    """Adam's steps have a fixed size: from a gaussian u, where the inputs are tiny, its first fits are far worse than
+    L = 0."""
+    method = AlternatingMinimization(low_rank=Adam(adapter_start=False), rounds=5)
     weight, h = oracles.problem(32, 32)
     weight, h = weight / 50, h * scale**2 / h.diagonal().mean()
     damped = Gram(h, 1).damped(0.01).matrix
-    alone, both = solve("sparsegpt", weight, h, rank=0), solve(build_method("hassle-free", rounds=5), weight, h)
+    alone, both = solve("sparsegpt", weight, h, rank=0), solve(method, weight, h)
     assert oracles.loss(weight - both.product(), damped) <= oracles.loss(weight - alone.product(), damped) * (1 + 1e-6)
     assert (max(both.history) > alone.history[0]) == (scale == 1e-3), "the scale does not show what it should"
 
@@ -138,6 +141,10 @@ class Failing(LowRankSolver):
 
     value: Any
     round: int
+    starts: LowRankSolver = Exact()
+
+    def start(self, weight, rank, seed):
+        return self.starts.start(weight, rank, seed)
 
     def prepare(self, gram):
         return Exact().prepare(gram)
@@ -145,6 +152,33 @@ class Failing(LowRankSolver):
     def fit(self, target, prepared, start, round):
         found = Exact().fit(target, prepared, start, round)
         return LowRank(found.u, found.v * self.value) if round == self.round else found
+
+
+@dataclass(frozen=True)
+class Staying(LowRankSolver):
+    """Returns the L that it started with."""
+
+    def start(self, weight, rank, seed):
+        return LowRank(torch.full((len(weight), rank), 0.5), torch.full((rank, weight.shape[1]), float(seed)))
+
+    def fit(self, target, prepared, start, round):
+        return start
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_first_round_starts_where_the_solver_says(weighted):
+    """Oracle: the pruner on W − L, with the L of the start, for which the weights of outputs are undone by hand."""
+    weight, h = oracles.problem(12, 16)
+    weights = torch.linspace(1, 2, 12) if weighted else torch.ones(12)
+    root = weights.sqrt().unsqueeze(1)
+    method = AlternatingMinimization(low_rank=Staying(), rounds=1, keep_best=False)
+    found = hasslefree.decompose(
+        weight, Gram(h, 99), "2:4", 3, method=Weighted(method, weights) if weighted else method, seed=2
+    )
+    start = torch.full((12, 16), 3 * 0.5 * 2.0)
+    torch.testing.assert_close(found.low_rank.product(), start / root)
+    pruned = solve("sparsegpt", weight * root - start, h, rank=0).sparse
+    torch.testing.assert_close(found.sparse, pruned / root, rtol=1e-4, atol=1e-5)
 
 
 def test_a_round_that_is_not_finite_ends_the_alternation():
@@ -162,9 +196,10 @@ def test_a_round_that_is_not_finite_ends_the_alternation():
         solve(last, weight, h)
 
 
-def test_where_the_pruner_alone_is_best_a_remark_says_that_the_rank_is_not_used():
+@pytest.mark.parametrize("starts", [Exact(), Adam()], ids=["v is zero", "u is zero"])
+def test_where_the_pruner_alone_is_best_a_remark_says_that_the_rank_is_not_used(starts):
     weight, h = oracles.problem(12, 16)
-    found = solve(AlternatingMinimization(low_rank=Failing(1e3, 0), rounds=1), weight, h)
+    found = solve(AlternatingMinimization(low_rank=Failing(1e3, 0, starts), rounds=1), weight, h)
     assert torch.equal(found.sparse, solve("sparsegpt", weight, h, rank=0).sparse)
     assert not found.low_rank.product().any()
     assert found.remarks[-1] == "no round was better than the pruner alone: L is zero"

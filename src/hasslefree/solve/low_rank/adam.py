@@ -3,12 +3,16 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import unit_diagonal_scale
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.protocols import LowRankSolver
+
+# In the authors' code, L is an adapter of PEFT with this alpha, whose scaling alpha / r is shared
+# out among the factors.
+ADAPTER_ALPHA = 16
 
 
 @dataclass(frozen=True)
@@ -20,16 +24,31 @@ class Adam(LowRankSolver):
     meant: D·M is what the factors stand for). T·H is formed once; every step then costs products of
     size r only: ∂f/∂u = −2(TH vᵀ − u·vHvᵀ), ∂f/∂v = −2(uᵀTH − uᵀu·vH).
 
+    Adam's steps have a fixed size, and a step of one factor is multiplied by the other. So the
+    random factor must be small at the start: with the gaussian u of the paper's text, one step can
+    change L by more than all of T.
+
     Args:
         steps: the Adam steps of a round, T_LR in the paper.
         learning_rate, delay: round t = 0, 1, … uses learning_rate / (t + 1 + delay).
         scaled: the paper's is_scaled.
+        adapter_start: start as the authors' code does, u = 0 and v small and uniform; False for the
+            paper's text, u gaussian and v = 0.
     """
 
     steps: int = 50
     learning_rate: float = 1e-2
     delay: int = 10
     scaled: bool = True
+    adapter_start: bool = True
+
+    def start(self, weight: Tensor, rank: int, seed: int) -> LowRank:
+        if not self.adapter_start or rank == 0:
+            return super().start(weight, rank, seed)
+        v = torch.empty(rank, weight.shape[1])
+        nn.init.kaiming_uniform_(v, a=5**0.5, generator=torch.Generator().manual_seed(seed))
+        v *= (ADAPTER_ALPHA / rank) ** 0.5
+        return LowRank(weight.new_zeros(weight.shape[0], rank), v.to(weight))
 
     def prepare(self, gram: Gram) -> tuple[Tensor, Tensor]:
         scale = torch.ones_like(gram.diagonal)

@@ -64,6 +64,9 @@ class AlternatingMinimization(Method):
     def inner(self) -> Pruner:
         return self.pruner
 
+    def start(self, weight: Tensor, rank: int, seed: int) -> LowRank:
+        return self.low_rank.start(weight, rank, seed)
+
     def prepare(self, gram: Gram) -> Prepared:
         damped = gram.damped(self.damping)
         return damped, self.pruner.prepare(damped), self.low_rank.prepare(damped)
@@ -88,7 +91,7 @@ class AlternatingMinimization(Method):
             if last.error < best.error:
                 best = last
                 history.append(last.error)
-        if best.error and not best.low_rank.v.any():
+        if best.error and not (best.low_rank.u.any() and best.low_rank.v.any()):
             remarks.append("no round was better than the pruner alone: L is zero")
         return replace(best, history=tuple(history), remarks=tuple(remarks))
 

@@ -35,6 +35,9 @@ class Weighted(Method):
     def inner(self) -> Method:
         return self.method
 
+    def start(self, weight: Tensor, rank: int, seed: int) -> LowRank:
+        return self.method.start(weight, rank, seed)
+
     def prepare(self, gram: Gram) -> Any:
         return self.method.prepare(gram)
 
