@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from harness.problems import Problem
 from hasslefree import Budget, Decomposition, Gram, LowRank, Prune, RandomizedSVD
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.products import matmul_precision
-from hasslefree.core.protocols import LowRankSolver, Method
+from hasslefree.core.protocols import Method
 from hasslefree.errors import GridError
 from hasslefree.planning.plan import LayerPlan
 from hasslefree.solve.decompose import solve_layer
@@ -72,16 +72,15 @@ ROOMS: dict[str, Room] = {name: Room.of(method) for name, method in METHODS.item
 UNMEASURED = ("magnitude", "losparse")
 
 
-@dataclass
-class CountedSVD(LowRankSolver):
+@dataclass(frozen=True)
+class CountedSVD(RandomizedSVD):
     """A randomised SVD that counts: 3basil stops by itself, and one fit is one round."""
 
-    solver: RandomizedSVD
-    rounds: int = 0
+    fits: list[int] = field(default_factory=list)
 
     def fit(self, target: torch.Tensor, prepared: None, start: LowRank, round: int) -> LowRank:
-        self.rounds += 1
-        return self.solver.fit(target, prepared, start, round)
+        self.fits.append(round)
+        return super().fit(target, prepared, start, round)
 
 
 def configured(name: str, rounds: int | None) -> Method:
@@ -136,14 +135,14 @@ def run(problem: Problem, name: str, rounds: int | None, seed: int, clock: str) 
     """One method on one problem, with all that depends on H made anew. clock: "cpu" or "wall"."""
     method: Any = configured(name, rounds)
     if name == "3basil":
-        method = dataclasses.replace(method, svd=CountedSVD(method.svd))
+        method = dataclasses.replace(method, svd=CountedSVD(**dataclasses.asdict(method.svd)))
     now = time.thread_time if clock == "cpu" else time.perf_counter
     pattern, rank = budget_in(problem, ROOMS.get(name, RANKED))
     start = now()
     result = hasslefree.decompose(problem.weight, problem.gram, pattern, rank, method=method, seed=seed)
     seconds = now() - start
     if name == "3basil":
-        rounds = method.svd.rounds
+        rounds = len(method.svd.fits)
     row = {"relative_error": result.relative_error, "seconds": round(seconds, 4), "rounds": rounds}
     stored = stored_bytes((problem.weight.shape[0], problem.weight.shape[1]), pattern, rank, method)
     return row | {"bytes_a_weight": stored / problem.weight.numel()}
@@ -154,7 +153,7 @@ def possible(problem: Problem, name: str) -> bool:
     pattern, _ = budget_in(problem, ROOMS[name])
     try:
         if grid := configured(name, None).grid:
-            grid.check((problem.weight.shape[0], problem.weight.shape[1]), pattern.group)
+            grid.check(problem.weight.shape, pattern)
     except GridError:
         return False
     return True

@@ -38,6 +38,7 @@ STYLES = {
     "hassle-free": Style("#E69F00", "P"),
     "hassle-free, exact step": Style("#CC79A7", "p"),
     "hassle-free, unscaled": Style("#56B4E9", "d"),
+    "hassle-free, gaussian start": Style("#767676", "v"),
     "oats": Style("#009E73", "X"),
     "eora": Style("#56B4E9", "*"),
 }
