@@ -26,7 +26,7 @@ COMPARED: dict[str, Method] = {
     "oats": METHODS["oats"],
     "hassle-free, gaussian start": AlternatingMinimization(low_rank=Adam(adapter_start=False)),
     "hassle-free, unscaled": AlternatingMinimization(low_rank=Adam(scaled=False)),
-    "hassle-free": AlternatingMinimization(),
+    "hassle-free": METHODS["hassle-free"],
     "hassle-free, exact step": AlternatingMinimization(low_rank=Exact()),
     "joint": METHODS["joint"],
 }

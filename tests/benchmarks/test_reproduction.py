@@ -18,6 +18,7 @@ from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL
 from hasslefree.errors import CalibrationError, HasslefreeError, ModelError, RecipeError, TaskError, UnknownNameError
 from hasslefree.models.load import load_model
 from hasslefree.models.tokenizer import load_tokenizer
+from hasslefree.pipeline.text import draw
 from tests.tiny_models import gram_of
 
 pytestmark = pytest.mark.nightly
@@ -153,7 +154,7 @@ def test_the_comparison_with_the_paper_by_hand():
     assert oats["setting"] == "2:4 + rank 4", "what was measured"
     assert oats["difference"] == pytest.approx({"wikitext2": 15.0 - 14.42})
     assert free["difference"] == pytest.approx({"wikitext2": 14.0 - 12.66})
-    cells = [list(column.cells) for column in result_table(rows, "t").columns]
+    cells = [list(map(str, column.cells)) for column in result_table(rows, "t").columns]
     assert [column[-3:] for column in cells[2:]] == [
         ["wikitext2", "mine", "relative error"], ["14.00", "3.00", "0.2500"], ["12.66", "", ""], ["+1.34", "", ""]
     ]  # fmt: skip
@@ -165,15 +166,13 @@ def test_the_cost_of_the_missing_rows():
     missing = [takes for _, takes in costs[2:]]
     table = cost_table(costs, [jobs[1].key], sum(takes["flops"] for takes in missing) / 30, keep=True)
     assert "1 of them measured already" in table.title
-    cells = [list(column.cells)[-1] for column in table.columns]
+    cells = [str(list(column.cells)[-1]) for column in table.columns]
     assert cells[-1] == "30 s"
     assert cells[-2] == f"{sum(takes['disk'] for takes in missing) / 1e6:.1f} MB"
 
 
 def test_figure_1_is_each_layer_on_the_gram_of_the_dense_model():
     """Oracle: Grams from whole forward passes, and `decompose`."""
-    from hasslefree.pipeline.inputs import draw
-
     recipe = SMALL.recipe("joint-2-4-rank-64.yaml")
     errors = layer_errors(str(MODEL), recipe, ("oats", "hassle-free, unscaled"), block=2, rounds=2)
     model = load_model(str(MODEL), "float32")
