@@ -1,4 +1,4 @@
-"""Every method on single layers: relative error and seconds, on the same H and from the same start.
+"""Every method on single layers: relative error and seconds, on the same H and with the same seed.
 
     python benchmarks/layers.py curves [--set small|full] [--model MODEL --calibration FILE --seqlen N] [--methods …]
                                        [--clock wall|cpu] [--anew]
