@@ -1,7 +1,9 @@
 """The standard library of the running Python: a text that is on every machine."""
 
 import hashlib
+import os
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 from hasslefree.errors import CalibrationError
@@ -25,14 +27,22 @@ def library_documents(held_out: bool) -> list[str]:
     """
     root = Path(sysconfig.get_path("stdlib"))
     documents: dict[bytes, str] = {}
-    for file in root.rglob("*.py"):
-        if OTHERS.isdisjoint(file.relative_to(root).parts):
-            text = file.read_text(encoding="utf-8", errors="ignore")
-            digest = hashlib.sha256(text.encode()).digest()
-            if (digest[-1] % PARTS == 0) == held_out and text.strip():
-                documents[digest] = text
+    for file in _source_files(root):
+        text = file.read_text(encoding="utf-8", errors="ignore")
+        digest = hashlib.sha256(text.encode()).digest()
+        if (digest[-1] % PARTS == 0) == held_out and text.strip():
+            documents[digest] = text
     if not documents:
         raise CalibrationError(
             f"this Python has no source files of its standard library in {root}; give another text"
         )
     return [documents[digest] for digest in sorted(documents)]
+
+
+def _source_files(root: Path) -> Iterator[Path]:
+    for folder, subfolders, files in os.walk(root):
+        # os.walk goes on with what is left: what is installed beside has many times as many files.
+        subfolders[:] = set(subfolders) - OTHERS
+        for name in files:
+            if name.endswith(".py"):
+                yield Path(folder, name)
