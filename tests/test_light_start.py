@@ -46,10 +46,17 @@ assert AUTO_QUANTIZATION_CONFIG_MAPPING["hasslefree"].__name__ == "HasslefreeCon
 
 @pytest.mark.parametrize(
     "imports",
-    ["from transformers import AutoModelForCausalLM; import hasslefree",
-     "import hasslefree; from transformers import AutoModelForCausalLM",
-     "from hasslefree.checkpoint.plugin import HasslefreeConfig"],
-)  # fmt: skip
+    [
+        "from transformers import AutoModelForCausalLM; import hasslefree",
+        *(
+            pytest.param(imports, marks=pytest.mark.nightly)
+            for imports in (
+                "import hasslefree; from transformers import AutoModelForCausalLM",
+                "from hasslefree.checkpoint.plugin import HasslefreeConfig",
+            )
+        ),
+    ],
+)
 def test_the_format_is_registered_whichever_is_imported_first(imports):
     assert run(f"{imports}{REGISTERED}print('registered')") == "registered\n"
 

@@ -1,5 +1,6 @@
 """The command `bench`: what it times, and what it says of models that cannot be measured."""
 
+import dataclasses
 import json
 import signal
 import sys
@@ -14,7 +15,7 @@ from hasslefree.cli.bench import speed_table
 from hasslefree.demo.run import MODEL
 from hasslefree.errors import MemoryShortError, ModelError, PromptError
 from hasslefree.evaluation import bench
-from hasslefree.evaluation.bench import SHORT, TURNS, Bench, Contender, Runner, Speed, run_bench, transferable
+from hasslefree.evaluation.bench import SHORT, TURNS, Bench, Contender, Runner, Speed, run_bench, serve, transferable
 from hasslefree.evaluation.continuation import Writer
 
 ALONE = Bench(new_tokens=6, prompt=40, threads=1, backend=None, options={})
@@ -94,11 +95,14 @@ def test_too_long_a_prompt_is_refused():
         Runner(writer, Bench(6, 600, None, None, {}))
 
 
-def test_an_error_of_the_process_is_a_sentence(monkeypatch, capsys, out):
-    code, printed = run(monkeypatch, capsys, "bench", out, "--dense", "none", "--backend", "foo")
-    assert code == 2
-    assert "error: unknown backend 'foo'" in printed
-    assert "Traceback" not in printed
+def test_an_error_of_the_process_is_a_sentence(monkeypatch, out):
+    """What the process runs, in this one."""
+    monkeypatch.setattr(bench.logging, "disable", lambda level: None)
+    waiting = object.__new__(Contender)
+    waiting.connection, theirs = torch.multiprocessing.Pipe()
+    serve(theirs, str(out), dataclasses.replace(ALONE, threads=None, backend="foo"))
+    with pytest.raises(ModelError, match="unknown backend 'foo'"):
+        waiting.answer()
 
 
 def test_a_process_that_ends_without_an_answer_is_said_to_lack_memory():

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import typer.main
 from transformers import AutoModelForCausalLM
 
@@ -18,7 +19,7 @@ from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL
 from hasslefree.recipe.resolve import DEFAULT_SIZE
 from hasslefree.units import size
 from tests.evaluation.task_rows import write_rows
-from tests.tiny_models import tensors_of
+from tests.tiny_models import build, number_tokenizer, tensors_of
 
 QUICK = ["--calibration", str(CALIBRATION), "--samples", "2", "--seqlen", "32"]
 
@@ -32,38 +33,54 @@ def run(monkeypatch, capsys, *arguments):
     return caught.value.code or 0, printed.out + printed.err
 
 
-def test_plan_shows_what_a_size_gives_each_layer_and_compress_does_it(monkeypatch, capsys, tmp_path):
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """The arguments of a command that name a model of two narrow blocks, and those that name a text for it."""
+    folder = tmp_path_factory.mktemp("small")
+    build("llama", torch.bfloat16, hidden_size=64, intermediate_size=96).save_pretrained(folder / "model")
+    number_tokenizer().save_pretrained(folder / "model")
+    (folder / "text.txt").write_text(" ".join(str(3 + (7 * i * i) % 61) for i in range(500)))
+    return folder / "model", ["--calibration", folder / "text.txt", "--samples", "4", "--seqlen", "16"]
+
+
+def test_plan_shows_what_a_size_gives_each_layer_and_compress_does_it(small, monkeypatch, capsys, tmp_path):
     """Oracle: the folder that `compress` writes."""
-    flags = ["--size", "2.9MB", "--leave-dense", "*.0.*", "*.1.*", *QUICK, "--effort", "fast"]
-    code, text = run(monkeypatch, capsys, "plan", MODEL, *flags, "--output", tmp_path / "a.json")
-    assert code == 0, text
+    model, text = small
+    flags = ["--size", "72kB", *text, "--effort", "fast"]
+    code, printed = run(monkeypatch, capsys, "plan", model, *flags, "--output", tmp_path / "a.json")
+    assert code == 0, printed
     found = json.loads((tmp_path / "a.json").read_text())
     dealt, *uniform = found["advice"]
-    assert dealt["bytes"] <= 2_900_000
-    assert all(dealt["divergence"] < each["divergence"] and each["bytes"] <= 2_900_000 for each in uniform)
-    assert re.search(r"by layer +\d–\d .*uniform +\d ", text, re.DOTALL)
-    assert re.search(r"down_proj +int\d–\d ", text)
-    code, text = run(monkeypatch, capsys, "compress", MODEL, tmp_path / "out", *flags)
-    assert code == 0, text
+    assert dealt["bytes"] <= 72_000
+    assert all(dealt["divergence"] < each["divergence"] and each["bytes"] <= 72_000 for each in uniform)
+    assert re.search(r"by layer +\d–\d .*uniform +\d ", printed, re.DOTALL)
+    assert re.search(r"_proj +.*int\d–\d ", printed)
+    code, printed = run(monkeypatch, capsys, "compress", model, tmp_path / "out", *flags)
+    assert code == 0, printed
     assert sum(tensor.nbytes for tensor in tensors_of(tmp_path / "out").values()) == dealt["bytes"]
     layers = json.loads((tmp_path / "out" / "compression.json").read_text())["layers"]
     planned = {(row["kind"], row["bits"], row["rank"]) for row in found["layers"]}
     assert {(row["name"].rpartition(".")[2], row["grid"]["bits"], row["rank"]) for row in layers} == planned
-    for wrong, message in (("much", "such as --size 150MB"), ("1kB", "is too small: the least possible")):
-        code, text = run(monkeypatch, capsys, "plan", MODEL, "--size", wrong, *QUICK)
-        assert code == 2
-        assert message in text
 
 
-def test_a_model_alone_can_be_compressed(monkeypatch, capsys, tmp_path):
-    """Nothing but the text is given, how much of it is read, and one block of four to save time."""
-    blocks = ["--leave-dense", "*.0.*", "*.1.*", "*.2.*"]
-    words = [MODEL, tmp_path / "out", *QUICK, *blocks, "--match-predictions", "256"]
-    code, text = run(monkeypatch, capsys, "compress", *words)
-    assert code == 0, text
+@pytest.mark.parametrize(
+    ("wrong", "message"), [("much", "such as --size 150MB"), ("1kB", "is too small: the least possible")]
+)
+def test_plan_refuses_a_size_that_is_none(wrong, message, small, monkeypatch, capsys):
+    code, printed = run(monkeypatch, capsys, "plan", small[0], "--size", wrong, *small[1])
+    assert code == 2
+    assert message in printed
+
+
+def test_a_model_alone_can_be_compressed(small, monkeypatch, capsys, tmp_path):
+    """Nothing but the text is given, and how much of it is read."""
+    model, text = small
+    words = [model, tmp_path / "out", *text, "--match-predictions", "64"]
+    code, printed = run(monkeypatch, capsys, "compress", *words)
+    assert code == 0, printed
     record = json.loads((tmp_path / "out" / "compression.json").read_text())
     assert record["recipe"]["size"] == DEFAULT_SIZE
-    assert "vllm serve" not in text  # the embedding is compressed
+    assert "vllm serve" not in printed  # the embedding is compressed
     assert 8 * record["stored_bytes"] / record["dense_parameters"] <= float(DEFAULT_SIZE.removesuffix("bits"))
 
 
@@ -204,14 +221,13 @@ def test_kl_that_is_asked_for_or_not(words, said, monkeypatch, capsys):
     assert '"kl"' not in text
 
 
-def test_a_recipe_and_options_that_win_over_it(monkeypatch, capsys, tmp_path):
+def test_a_recipe_and_options_that_win_over_it(small, monkeypatch, capsys, tmp_path):
+    model, text = small
     # The recipe alone would lack a rank.
-    (tmp_path / "r.yaml").write_text(
-        f'pattern: "2:8"\nmethod: eora\ncalibration: {CALIBRATION}\nsamples: 2\nseqlen: 32\n'
-    )
-    code, text = run(monkeypatch, capsys, "compress", MODEL, tmp_path / "out", "--recipe", tmp_path / "r.yaml",
-                     "--rank", "3", "--dtype", "float32")  # fmt: skip
-    assert code == 0, text
+    (tmp_path / "r.yaml").write_text(f'pattern: "2:8"\nmethod: eora\ncalibration: {text[1]}\nsamples: 2\nseqlen: 32\n')
+    code, printed = run(monkeypatch, capsys, "compress", model, tmp_path / "out", "--recipe", tmp_path / "r.yaml",
+                        "--rank", "3", "--dtype", "float32")  # fmt: skip
+    assert code == 0, printed
     recipe = json.loads((tmp_path / "out" / "compression.json").read_text())["recipe"]
     assert (recipe["pattern"], recipe["method"], recipe["rank"], recipe["dtype"]) == ("2:8", "eora", 3, "float32")
 

@@ -116,7 +116,7 @@ def test_errors_and_cards_are_escaped_in_python():
     assert escaped(HOSTILE) in export_card("dense", HOSTILE, True, "AutoModel")
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+@pytest.mark.parametrize("encoding", ["ascii", pytest.param("utf-8", marks=pytest.mark.nightly)])
 def test_a_terminal_without_utf_8(encoding):
     """`methods joint` holds characters that are not ASCII."""
     environment = os.environ | {"PYTHONIOENCODING": encoding}

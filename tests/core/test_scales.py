@@ -1,6 +1,4 @@
-"""Scales and offsets as multiples of units: against their definition, entry by entry in Python's own numbers."""
-
-import itertools
+"""Scales and offsets as multiples of units: against their definition, over all multiples in float64."""
 
 import pytest
 import torch
@@ -28,21 +26,21 @@ def test_numbers_become_the_nearest_multiples_of_units_of_their_row_or_block(bit
     generator = torch.Generator().manual_seed(seed)
     scale, offset = (torch.rand(2, 3, 5, generator=generator) * size).unbind()
     units = Multiples.covering(bits, scale, -offset, blocks)
-    numbers = range(2**bits)
     for found, wanted, unit, sign, least in (
         (units.scales(scale), scale, units.scale_unit, 1, 1),
         (units.offsets(-offset), -offset, units.offset_unit, -1, 0),
     ):
-        for i, g in itertools.product(range(3), range(5)):
-            held = unit[i, g if blocks else 0]
-            step = float(held) / 2**bits
-            assert float(held) == float(held.bfloat16())
-            most = wanted.abs()[i, g] if blocks else wanted.abs()[i].max()
-            assert step * numbers[-1] == pytest.approx(float(most), rel=2**-8, abs=2**-24 * numbers[-1])
-            assert blocks is None or step == float(torch.tensor(step).half())
-            nearest = min(abs(sign * k * step - float(wanted[i, g])) for k in numbers[least:])
-            assert abs(float(found[i, g]) - float(wanted[i, g])) == pytest.approx(nearest, rel=1e-5, abs=1e-6 * step)
-            assert round(float(found[i, g]) / step) * step == pytest.approx(float(found[i, g]), rel=1e-6)
+        assert torch.equal(unit, unit.bfloat16().float())
+        step = unit.double().expand(3, 5) / 2**bits
+        assert blocks is None or torch.equal(step, step.half().double())
+        size_of_block = wanted.double().abs() if blocks else wanted.double().abs().amax(1, keepdim=True).expand(3, 5)
+        near = {"rtol": 2**-8, "atol": 2**-24 * (2**bits - 1)}
+        torch.testing.assert_close(step * (2**bits - 1), size_of_block, **near)
+        multiples = sign * torch.arange(least, 2**bits) * step[..., None]
+        nearest = (multiples - wanted.double()[..., None]).abs().amin(-1)
+        found = found.double()
+        assert (((found - wanted).abs() - nearest).abs() <= 1e-5 * nearest + 1e-6 * step).all()
+        torch.testing.assert_close((found / step).round() * step, found, rtol=1e-6, atol=0)
 
 
 @bits_of_scales

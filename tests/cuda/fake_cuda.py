@@ -19,6 +19,7 @@ sees the device. So code in C++ that chooses by device chooses what it does on a
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +31,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_flatten, tree_map
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -104,11 +104,37 @@ class CudaTensor(Tensor):
         kwargs = kwargs or {}
         place = common_device(func, args, kwargs)
         with torch.utils._python_dispatch._disable_current_modes():
-            out = _GPU.compute(func, *tree_map(unwrapped, (args, kwargs)))
-        out = tree_map(lambda each: CudaTensor(each, place) if isinstance(each, Tensor) else each, out)
-        out = return_and_correct_aliasing(func, args, kwargs, out)
+            out = _GPU.compute(func, mapped(unwrapped, args), mapped(unwrapped, kwargs))
+        out = mapped(lambda each: CudaTensor(each, place) if isinstance(each, Tensor) else each, out)
+        if aliases(func):
+            out = return_and_correct_aliasing(func, args, kwargs, out)
         _GPU.note(func, args, kwargs, out)
         return out
+
+
+def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """What comes of the leaves of tuples, lists and dictionaries. Operations have no other containers, which torch's
+    `tree_map` would look for, at several times the cost.
+    """
+    if isinstance(value, (tuple, list)):
+        return type(value)([mapped(change, each) for each in value])
+    if isinstance(value, dict):
+        return {name: mapped(change, each) for name, each in value.items()}
+    return change(value)
+
+
+def leaves(value: Any) -> list[Any]:
+    """The leaves of tuples, lists and dictionaries."""
+    found: list[Any] = []
+    mapped(found.append, value)
+    return found
+
+
+@functools.cache
+def aliases(func: Any) -> bool:
+    """Whether an operation gives a view of its arguments, or changes them."""
+    schema = func._schema
+    return any(each.alias_info is not None for each in (*schema.arguments, *schema.returns))
 
 
 def unwrapped(value: Any) -> Any:
@@ -122,7 +148,7 @@ def common_device(func: Any, args: Any, kwargs: Any) -> torch.device:
     Raises:
         RuntimeError: its tensors are on different devices, and none of them is a number on the CPU.
     """
-    tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
+    tensors = [each for each in leaves((args, kwargs)) if isinstance(each, Tensor)]
     places = {each.device for each in tensors if isinstance(each, CudaTensor)}
     if func in _INDEXING:
         if not isinstance(args[0], CudaTensor):
@@ -166,7 +192,7 @@ class FakeGpu:
         return self.instead.get(func, func)(*args, **kwargs)
 
     def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        for each in tree_flatten(out)[0]:
+        for each in leaves(out):
             if isinstance(each, CudaTensor):
                 self.living(each)
         for listener in self.listeners:
@@ -251,11 +277,11 @@ class _Redirect(TorchFunctionMode):
         place = real(kwargs["device"])
         assert place is not None
         if place.type != "cuda":  # the operation is asked for tensors elsewhere, from a GPU perhaps
-            return tree_map(unwrapped, func(*args, **kwargs))
+            return mapped(unwrapped, func(*args, **kwargs))
         kwargs["device"] = torch.device(_GPU.holder)
         if func in (torch.tensor, torch.as_tensor):
             return moved(func(*args, **kwargs | {"device": CPU}), place)
-        out = func(*tree_map(unwrapped, args), **tree_map(unwrapped, kwargs))
+        out = func(*mapped(unwrapped, args), **mapped(unwrapped, kwargs))
         requires_grad, out = out.requires_grad, CudaTensor(out.detach(), place)
         _GPU.note(aten.empty.memory_format, (), {}, out)
         return out.requires_grad_(requires_grad)

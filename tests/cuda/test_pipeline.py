@@ -36,7 +36,9 @@ def compressed(tmp_path, recipe, device):
     ), out
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly) if name == "8 bits" else name for name in RECIPES]
+)
 def test_a_compression_comes_out_as_on_the_cpu(name, gpu, tmp_path, monkeypatch):
     """And it takes no more of the GPU than was estimated."""
     setups = []

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
-from tests.cuda.fake_cuda import CudaTensor, FakeGpu
+from tests.cuda.fake_cuda import CudaTensor, FakeGpu, leaves
 
 # Operations that let the CPU wait for the GPU, by their name in aten.
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "allclose", "_unique2", "bincount"}
@@ -38,7 +37,7 @@ class Watch:
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if waits(func, args, out):
             self.waits[asking()] += 1
-        made = [each for each in tree_flatten(out)[0] if isinstance(each, CudaTensor)]
+        made = [each for each in leaves(out) if isinstance(each, CudaTensor)]
         if any(each.dtype == torch.float64 and each.numel() > FEW for each in made) and not func.is_view:
             self.doubles[asking()] += 1
 

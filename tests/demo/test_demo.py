@@ -22,6 +22,7 @@ from hasslefree.demo.run import (
 from hasslefree.texts.sources import calibration_documents
 
 
+@pytest.mark.nightly
 def test_the_held_out_perplexity_is_the_one_that_training_recorded():
     """Oracle: what scripts/train_demo_model.py measured in the end."""
     assert held_out_perplexity(MODEL, None) == pytest.approx(31.031, rel=5e-3)

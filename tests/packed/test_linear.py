@@ -255,7 +255,13 @@ def test_state_dicts_casts_and_copies(make, pattern):
 
 
 # A compilation takes seconds; codes of factors do not depend on how S is stored.
-@pytest.mark.parametrize(("make", "pattern"), [*ANY_LAYER[: -len(PATTERNS)], (coded_layer, "2:4")])
+COMPILED = [*ANY_LAYER[: -len(PATTERNS)], (coded_layer, "2:4")]
+
+
+@pytest.mark.parametrize(
+    ("make", "pattern"),
+    [case if case[1] == "2:4" else pytest.param(*case, marks=pytest.mark.nightly) for case in COMPILED],
+)
 def test_it_compiles_without_a_graph_break_and_gradients_are_the_same(make, pattern):
     """Oracle: the layer as it is, with and without gradients."""
     torch.compiler.reset()

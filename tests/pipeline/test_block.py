@@ -91,7 +91,7 @@ def test_minutes_that_the_layers_alone_take_are_an_error_after_three_blocks(tmp_
         return compress(task, hidden)
 
     def run(minutes, **options):
-        model, recipe = build("llama", num_hidden_layers=6), Recipe(rank=2, minutes=minutes)
+        model, recipe = build("llama", num_hidden_layers=6), Recipe(rank=2, rounds=2, minutes=minutes)
         options |= {"segments": segments(40), "progress": lambda step: None}
         return hasslefree.compress(model, tmp_path / "out", recipe, **options)
 

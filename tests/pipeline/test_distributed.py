@@ -119,7 +119,12 @@ def test_a_layer_travels_in_the_dtype_of_the_model(tmp_path, monkeypatch):
 @forked
 @pytest.mark.parametrize(
     ("size", "method", "sequential"),
-    [(3, "joint", "layer"), (2, "joint", "block"), (2, "eora", "layer"), (2, "caldera", "block")],
+    [
+        (3, "joint", "layer"),
+        pytest.param(2, "joint", "block", marks=pytest.mark.nightly),
+        pytest.param(2, "eora", "layer", marks=pytest.mark.nightly),
+        (2, "caldera", "block"),
+    ],
 )
 def test_the_result_is_that_of_one_process(size, method, sequential, tmp_path, monkeypatch):
     """Oracle: one process. Sums are rounded in another order: supports and objective are the same.
@@ -149,7 +154,10 @@ SIZED = Recipe(size="8bits", group_size=16, scale_bits=16, effort="fast")  # emb
 @forked
 @pytest.mark.parametrize(
     ("recipe", "probed", "size"),
-    [(ALLOCATED, 32, 3), (SIZED, 32, 3), pytest.param(ALLOCATED, 4096, 2, marks=pytest.mark.nightly)],
+    [
+        *(pytest.param(ALLOCATED, *numbers, marks=pytest.mark.nightly) for numbers in ((32, 3), (4096, 2))),
+        (SIZED, 32, 3),
+    ],
 )
 def test_budgets_are_allocated_by_several_as_by_one(recipe, probed, size, tmp_path, monkeypatch):
     """Oracle: one process. With one probe there are processes that have none."""
@@ -193,6 +201,7 @@ def test_predictions_are_matched_by_several_as_by_one(size, tmp_path):
 
 
 @forked
+@pytest.mark.nightly
 def test_factors_in_eight_bits_go_from_process_to_process(tmp_path):
     """Oracle: one process. A code may round otherwise: the errors are nearly the same."""
     recipe = Recipe(rank=2, method="eora", factor_bits=8)

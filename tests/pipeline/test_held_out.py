@@ -266,9 +266,22 @@ def test_code_that_was_read_is_not_held_out(monkeypatch):
     assert (found >= 1000).all()
 
 
+PLAIN = Recipe(
+    rank=0, method="wanda", calibration=str(MODEL.parent / "calibration.jsonl"), samples=4, seqlen=32,
+    leave_dense=("*.0.*", "*.1.*", "*.2.*"),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory):
+    """The report of a compression without training, and the tensors that it wrote."""
+    out = tmp_path_factory.mktemp("untrained") / "out"
+    return hasslefree.compress(MODEL, out, PLAIN, device="cpu"), tensors_of(out)
+
+
 @pytest.mark.parametrize(("after", "undone"), [(0.99, True), (1e-9, False)])
 def test_training_that_makes_code_worse_than_it_makes_its_own_kind_better_is_undone(
-    after, undone, tmp_path, monkeypatch, caplog
+    after, undone, untrained, tmp_path, monkeypatch, caplog
 ):
     """Oracle: the weights without training, and its perplexities."""
 
@@ -278,16 +291,14 @@ def test_training_that_makes_code_worse_than_it_makes_its_own_kind_better_is_und
             block.input_layernorm.weight.data *= 1.5
         return {"before": 1.0, "after": after, "history": [after], "learning_rate": 1e-4, "tokens": 64}
 
-    plain = Recipe(rank=0, method="wanda", calibration=str(MODEL.parent / "calibration.jsonl"), samples=4, seqlen=32)
-    untrained = hasslefree.compress(MODEL, tmp_path / "plain", plain, device="cpu")
     monkeypatch.setattr(training, "train_whole", spoil)
-    trained = dataclasses.replace(plain, match_predictions=64)
+    trained = dataclasses.replace(PLAIN, match_predictions=64)
     report = hasslefree.compress(MODEL, tmp_path / "out", trained, device="cpu")
-    one, other = tensors_of(tmp_path / "plain"), tensors_of(tmp_path / "out")
+    (before, one), other = untrained, tensors_of(tmp_path / "out")
     assert all(torch.equal(other[name], tensor) for name, tensor in one.items()) == undone
     assert ("fine-tuning is undone" in caplog.text and "or the effort 'fast'" in caplog.text) == undone
     assert report.predictions["after"] == (1.0 if undone else after)
-    assert (report.held_out_code["compressed"] == untrained.held_out_code["compressed"]) == undone
+    assert (report.held_out_code["compressed"] == before.held_out_code["compressed"]) == undone
 
 
 def too_short(recipe):

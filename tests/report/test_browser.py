@@ -109,7 +109,9 @@ def facts(page):
     return dict(zip(titles, values, strict=True))
 
 
-@pytest.mark.parametrize(("scheme", "size"), [("light", "phone"), ("dark", "desktop")])
+@pytest.mark.parametrize(
+    ("scheme", "size"), [("light", "phone"), pytest.param("dark", "desktop", marks=pytest.mark.nightly)]
+)
 def test_it_opens_whole_and_nothing_overflows(opened, scheme, size):
     page = opened(scheme, size)
     charts = ("comparison", "relative-error-0", "rounds-0", "spectra-0", "sensitivity-0", "bytes-0", "kept-0",
@@ -245,7 +247,9 @@ def crowd(file):
     return path
 
 
-@pytest.mark.parametrize(("size", "text"), [("desktop", "decade"), ("phone", "close")])
+@pytest.mark.parametrize(
+    ("size", "text"), [pytest.param("desktop", "decade", marks=pytest.mark.nightly), ("phone", "close")]
+)
 def test_names_in_a_picture_do_not_overlap(opened, crowd, size, text):
     """The name of each model is in the legend, whole, within the picture."""
     page = opened("light", size)

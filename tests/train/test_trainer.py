@@ -65,13 +65,19 @@ def back_to(walk, before):
     return lambda: walk.model.load_state_dict(before)
 
 
-FAMILIES = ["llama", "gemma3_text", "gpt2", "opt", "gpt_neox", "phi3", "gemma4_text", "gemma3n_text"]
+FAMILIES = ["llama", "gemma3_text", "gpt2", "gemma4_text", "gemma3n_text"]
+LIKE_THEM = ["opt", "gpt_neox", "phi3"]
 
 
 @pytest.mark.parametrize(
     ("family", "storage", "keep_graphs"),
-    [("llama", "device", True), ("gemma3n_text", "device", True), ("gemma4_text", "disk", False)]
-    + [(family, "device", False) for family in FAMILIES],
+    [
+        ("llama", "device", True),
+        pytest.param("gemma3n_text", "device", True, marks=pytest.mark.nightly),
+        ("gemma4_text", "disk", False),
+        *((family, "device", False) for family in FAMILIES),
+        *(pytest.param(family, "device", False, marks=pytest.mark.nightly) for family in LIKE_THEM),
+    ],
 )
 def test_the_gradients_are_those_of_the_divergence_of_the_whole_model(
     family, storage, keep_graphs, tmp_path, monkeypatch
@@ -413,7 +419,13 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+# A combination of two others, or another dtype of one.
+ALIKE = ("float16", "2:4 on a grid", "a grid and coded factors")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.nightly) if kind in ALIKE else kind for kind in BLOCKS]
+)
 def test_every_kind_of_layer_is_trained(kind, tmp_path, monkeypatch):
     """Oracle: the divergence of the folder that was written; no parameter is kept in another dtype."""
     family, dtype, changes = BLOCKS[kind]

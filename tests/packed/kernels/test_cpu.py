@@ -325,6 +325,7 @@ print(json.dumps([[numba.get_num_threads(), torch.get_num_threads()], answers]))
 """
 
 
+@pytest.mark.nightly
 def test_the_number_of_threads_changes_no_bit():
     """Oracle: one thread. Numba fixes the most that it can use when it starts, hence the processes."""
     environment = {**os.environ, "NUMBA_NUM_THREADS": "4", "OMP_NUM_THREADS": "4"}

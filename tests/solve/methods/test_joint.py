@@ -162,6 +162,7 @@ def test_the_penalty_grows_where_too_much_of_the_support_moves(rounds, moved):
     assert grown == sorted(done for done in looks if moved >= planned[done] * 400 and done < rounds)
 
 
+@pytest.mark.nightly
 def test_products_in_bfloat16_land_on_the_same_objective():
     """Oracle: the same in float32. Rounding tips choices either way, by a few per cent of a problem: hence the mean."""
     logs = []
