@@ -215,14 +215,18 @@ def measure(
 
 
 def compare(job: Job, result: dict[str, Any]) -> dict[str, Any]:
-    """One row of a reproduced table: the measured figures, the printed ones, and measured − printed."""
+    """One row of a reproduced table: the measured figures, the printed ones, and measured − printed; and the rounds, if
+    the method does not run its own number.
+    """
     measured, printed = result["figures"], job.row.figures
+    rounds = {} if job.recipe is None or job.recipe.rounds is None else {"rounds": job.recipe.rounds}
     return {
         "model": job.model,
         "beside": job.row.model,
         "config": job.row.config,
         "setting": job.setting,
         "method": job.row.method,
+        **rounds,
         **{name: result[name] for name in ("relative_error", "kept_share", "seconds") if name in result},
         "measured": measured,
         "paper": printed,

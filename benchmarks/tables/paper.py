@@ -22,12 +22,21 @@ def measured(content: Content) -> Iterable[Row]:
         for row in rows:
             yield {
                 "table": table[-1],
-                "name": f"{row['setting']}: {row['method']}" if row["setting"] else "dense",
+                "name": name_of(row, content["rounds"]),
                 "measured": {text: row["measured"][text] for text in texts},
                 "relative_error": row.get("relative_error"),
                 "kept": per_cent(row["kept_share"]) if "kept_share" in row else None,
                 "paper": {text: row["paper"][text] if row["paper"] else None for text in printed},
             }
+
+
+def name_of(row: Row, rounds: int | None) -> str:
+    """The setting and method of a row, and its rounds if they are not those of the others."""
+    if not row["setting"]:
+        return "dense"
+    name = f"{row['setting']}: {row['method']}"
+    own = row.get("rounds", rounds)
+    return name if own == rounds else f"{name}, {own} rounds"
 
 
 def protocol(content: Content) -> Row:

@@ -152,6 +152,7 @@ def test_the_comparison_with_the_paper_by_hand():
     oats, free = rows[-2:]
     assert (oats["config"], oats["method"], free["method"]) == ("2:4 + rank 64", "oats", "hassle-free")
     assert oats["setting"] == "2:4 + rank 4", "what was measured"
+    assert (oats["rounds"], "rounds" in rows[0]) == (1, False)
     assert oats["difference"] == pytest.approx({"wikitext2": 15.0 - 14.42})
     assert free["difference"] == pytest.approx({"wikitext2": 14.0 - 12.66})
     cells = [list(map(str, column.cells)) for column in result_table(rows, "t").columns]

@@ -41,6 +41,15 @@ def test_a_specification_becomes_markdown(tables, monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [({}, "2:4: oats"), ({"rounds": 80}, "2:4: oats"), ({"rounds": 20}, "2:4: oats, 20 rounds")],
+)
+def test_a_row_of_the_paper_s_tables_says_its_own_rounds(row, name, tables):
+    row |= {"setting": "2:4", "method": "oats"}
+    assert tables("paper").name_of(row, 80) == name
+
+
 def test_a_table_is_written_on_the_page_that_marks_it(tables):
     found = tables("engine").filled({OTHER: "nothing", PAGE: MARKED}, {"t": lambda: "new"})
     assert found == {OTHER: "nothing", PAGE: MARKED.replace("old", "new")}
