@@ -43,7 +43,7 @@ def test_a_config_that_says_another_dtype_than_the_weights_have(stored, said, tm
             folder, tmp_path / "out", Recipe(method="wanda", dtype=dtype), segments=segments(), tokenizer=NO_TOKENIZER,
             device="cpu", overwrite=True,
         )  # fmt: skip
-        message = f"stored in {stored}, but config.json says torch.{said}, .* --dtype {kept} takes them"
+        message = f"stored in {stored}, but config.json says torch.{said}, .* the dtype {kept} takes them"
         assert bool(re.search(message, caplog.text)) == warned
     before = sum(tensor.nbytes for tensor in tensors_of(folder).values())
     assert report.dense_bytes + report.other_bytes == before

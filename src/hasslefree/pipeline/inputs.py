@@ -92,7 +92,7 @@ def warn_of_dtype(model: PreTrainedModel) -> None:
     if stored != model.dtype and stored.itemsize > 1:
         logger.warning(
             "the weights are stored in %s, but config.json says %s, in which the model is run,"
-            " written and counted; --dtype %s takes them as they are stored",
+            " written and counted; the dtype %s takes them as they are stored",
             stored,
             model.dtype,
             str(stored).removeprefix("torch."),
