@@ -254,7 +254,9 @@ class SparseLowRankLinear(nn.Module):
         if backend == "unpacked":
             with torch.no_grad(), remedy_for_copies(self.spec.shape):
                 self.unpacked_copy = self.unpacked()
-        self.backend = backend
+        with self.kernel.lock():
+            self.kernel.release(self)
+            self.backend = backend
 
     def case(self, grad: bool = False) -> backends.Case:
         """Describe a call, to choose its backend. grad: x or S needs a gradient."""

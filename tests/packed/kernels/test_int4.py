@@ -16,6 +16,7 @@ from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import KernelError
 from hasslefree.packed.kernels import arrays, codes, int4, interleaved, whole
 from hasslefree.packed.kernels.backends import Case, choose
+from hasslefree.packed.kernels.byte_codes import ByteCodes
 from hasslefree.packed.layouts import PackedGroups
 
 OFFSETS, WHOLE, SYMMETRIC = Grid(4, 64, offset=True), Grid(4, 32), Grid(4, None, symmetric=True)
@@ -228,6 +229,17 @@ def test_zeros_that_change_in_place_count():
     y = layer(x)
     layer.use("dense")
     assert close(y, layer(x).double())
+
+
+def test_another_backend_counts_from_the_next_call_on():
+    """Oracle: the dense backend; and how each holds the codes, in nibbles or in bytes."""
+    layer, matrix, b = layer_of()
+    x = torch.randn(1, 192).bfloat16()
+    for backend, kind in (("int4", int4.Int4), ("numba", ByteCodes), (None, int4.Int4)):
+        layer.use(backend)
+        with torch.no_grad():
+            assert close(layer(x), F.linear(x.double(), matrix, b))
+        assert isinstance(layer.kernel.prepared.operands, kind)
 
 
 def test_a_call_with_gradients_unpacks_and_agrees():
