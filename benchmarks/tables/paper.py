@@ -47,7 +47,15 @@ def protocol(content: Content) -> Row:
         text += f"; average: of the table's zero-shot tasks, in per cent, {content['limit']} rows of each"
     counted = f"{content['rounds']} rounds of every method that counts them"
     rounds = counted if content["rounds"] else "each method's own rounds"
-    return {"own_rounds": rounds, "texts": text, "beside": rows[0]["beside"]}
+    return {"own_rounds": rounds, "texts": text, "beside": counterparts(content["tables"])}
+
+
+def counterparts(tables: dict[str, Sequence[Row]]) -> str:
+    """The paper's models beside which the rows of tables stand."""
+    names = {table[-1]: rows[0]["beside"] for table, rows in tables.items()}
+    if len(set(names.values())) == 1:
+        return next(iter(names.values()))
+    return " and ".join(f"{name} in table {table}" for table, name in names.items())
 
 
 def paper_order(rows: Sequence[Row]) -> dict[tuple[str, str], tuple[int, int, int]]:

@@ -50,6 +50,13 @@ def test_a_row_of_the_paper_s_tables_says_its_own_rounds(row, name, tables):
     assert tables("paper").name_of(row, 80) == name
 
 
+def test_the_paper_s_models_are_named_once_or_by_table(tables):
+    rows = {"table1": [{"beside": "A"}], "table2": [{"beside": "B"}], "table4": [{"beside": "B"}]}
+    counterparts = tables("paper").counterparts
+    assert counterparts(rows) == "A in table 1 and B in table 2 and B in table 4"
+    assert counterparts({"table2": [{"beside": "B"}], "table4": [{"beside": "B"}]}) == "B"
+
+
 def test_a_table_is_written_on_the_page_that_marks_it(tables):
     found = tables("engine").filled({OTHER: "nothing", PAGE: MARKED}, {"t": lambda: "new"})
     assert found == {OTHER: "nothing", PAGE: MARKED.replace("old", "new")}
