@@ -115,6 +115,9 @@ def number_tokenizer(template: str = "$A", **settings: object) -> PreTrainedToke
     )
 
 
+# For that tokenizer.
+NUMBERS = " ".join(str(3 + (7 * i * i) % 61) for i in range(500))
+
 # For models that are compressed by their name, and have none.
 NO_TOKENIZER = type("Tokenizer", (), {"save_pretrained": lambda self, folder: None})()
 

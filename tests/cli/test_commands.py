@@ -19,7 +19,7 @@ from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL
 from hasslefree.recipe.resolve import DEFAULT_SIZE
 from hasslefree.units import size
 from tests.evaluation.task_rows import write_rows
-from tests.tiny_models import build, number_tokenizer, tensors_of
+from tests.tiny_models import NUMBERS, build, number_tokenizer, tensors_of
 
 QUICK = ["--calibration", str(CALIBRATION), "--samples", "2", "--seqlen", "32"]
 
@@ -39,7 +39,7 @@ def small(tmp_path_factory):
     folder = tmp_path_factory.mktemp("small")
     build("llama", torch.bfloat16, hidden_size=64, intermediate_size=96).save_pretrained(folder / "model")
     number_tokenizer().save_pretrained(folder / "model")
-    (folder / "text.txt").write_text(" ".join(str(3 + (7 * i * i) % 61) for i in range(500)))
+    (folder / "text.txt").write_text(NUMBERS)
     return folder / "model", ["--calibration", folder / "text.txt", "--samples", "4", "--seqlen", "16"]
 
 

@@ -125,9 +125,11 @@ def mapped(change: Callable[[Any], Any], value: Any) -> Any:
 
 def leaves(value: Any) -> list[Any]:
     """The leaves of tuples, lists and dictionaries."""
-    found: list[Any] = []
-    mapped(found.append, value)
-    return found
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, (tuple, list)):
+        return [value]
+    return [leaf for each in value for leaf in leaves(each)]
 
 
 @functools.cache

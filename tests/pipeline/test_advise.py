@@ -20,7 +20,7 @@ from hasslefree.planning.plan import LayerPlan, digest, select, uniform_plans
 from hasslefree.recipe.resolve import DEFAULT_SIZE, with_defaults
 from hasslefree.units import Size
 from tests.listeners import by_layer
-from tests.tiny_models import build, segments, tensors_of
+from tests.tiny_models import NUMBERS, build, segments, tensors_of
 
 DENSE = SemiStructured(1, 1)
 QUICK = {"effort": "fast", "group_size": 16, "scale_bits": 16, "rounds": 3}
@@ -28,7 +28,7 @@ QUICK = {"effort": "fast", "group_size": 16, "scale_bits": 16, "rounds": 3}
 
 @pytest.fixture
 def text(tmp_path):
-    (tmp_path / "text.txt").write_text(" ".join(str(3 + (7 * i * i) % 61) for i in range(500)))
+    (tmp_path / "text.txt").write_text(NUMBERS)
     return {"calibration": str(tmp_path / "text.txt"), "samples": 4, "seqlen": 16}
 
 

@@ -21,7 +21,7 @@ from hasslefree.texts.segments import draw_segments
 from hasslefree.texts.sources import calibration_documents
 from tests import oracles
 from tests.listeners import by_layer
-from tests.tiny_models import build, gram_of, logits, segments, tensors_of
+from tests.tiny_models import NUMBERS, build, gram_of, logits, segments, tensors_of
 
 ORDER = [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"],
          ["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]  # fmt: skip
@@ -178,7 +178,7 @@ def words(text, **options):
 def test_the_calibration_segments_are_those_that_the_recipe_asks_for(tmp_path):
     """Oracle: `draw_segments` itself with the recipe's figures."""
     text = tmp_path / "text.txt"
-    text.write_text(" ".join(str(3 + (7 * i * i) % 61) for i in range(500)))
+    text.write_text(NUMBERS)
     documents = calibration_documents(str(text))
     for seed in (0, 5):
         recipe = Recipe(method="wanda", calibration=str(text), samples=3, seqlen=20, seed=seed)
