@@ -16,7 +16,8 @@ demo: .venv/.ready
 test: .venv/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-# Tests of the benchmarks, slow tests, and cases that were never seen before, where `make test` takes the same 100 every time.
+# Tests of the benchmarks, slow tests, and cases that were never seen before, where `make test` takes the same 100 every
+# time.
 nightly: .venv/.ready
 	OMP_NUM_THREADS=1 HASSLEFREE_FUZZ=2000 $(BIN)/python -m pytest tests/test_fuzz.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly
