@@ -114,9 +114,21 @@ OURS: Rows = {
     },
     "4 bits alone, GPTQ": Spec(ON_GRID | {"method": "gptq", "pattern": "dense", "bits": 4, "rank": 0}),
 }
+ENTROPY_CODED: Rows = {
+    f"{name}, entropy-coded": Spec(spec.settings | {"coding": "entropy"})
+    for size in ("105MB", "398MB", "5.2bits", "4.6bits", "4.3bits", "3.54bits")
+    for name, spec in sized_rows(size, ("fast", "balanced", "best")).items()
+}
 MIXED: Rows = {
-    f"{name}, mixture": Spec(OURS[name].settings | {"mixed": True})
-    for name in ("105MB, balanced", "398MB, fast", "398MB, balanced", "247MB, fast", "5.2bits, balanced")
+    f"{name}, mixture": Spec((OURS | ENTROPY_CODED)[name].settings | {"mixed": True})
+    for name in (
+        "105MB, balanced",
+        "398MB, fast",
+        "398MB, balanced",
+        "247MB, fast",
+        "5.2bits, balanced",
+        *ENTROPY_CODED,
+    )
 }
 LLAMA_CPP = ("Q4_K_M", "Q5_K_M", "IQ4_XS", "Q3_K_M", "IQ3_M", "Q6_K", "Q8_0")
 AUTO_ROUND = {"bits": 4, "group_size": 64, "sym": False, "iters": 200}
@@ -132,7 +144,7 @@ RIVALS: Rows = {
     "AutoRound, 200 iterations, 4 bits": Spec(AUTO_ROUND, "AutoRound"),
     "AutoRound, 200 iterations, extended, 4 bits": Spec(AUTO_ROUND | {"enable_alg_ext": True}, "AutoRound"),
 }
-ROWS: Rows = OURS | MIXED | RIVALS
+ROWS: Rows = OURS | ENTROPY_CODED | MIXED | RIVALS
 
 
 def needs_llama(spec: Spec) -> bool:

@@ -192,7 +192,7 @@ def size_and_bits(report: hasslefree.Record, blocks: str) -> dict[str, Any]:
     """
     layers = [layer for layer in report.layers if layer.name.startswith(f"{blocks}.")]
     weights = sum(layer.spec.dense_parameters for layer in layers)
-    ends = {layer.name: layer.spec.grid.bits for layer in report.layers if layer not in layers}
+    ends = {layer.name: layer.spec.grid.stored_bits for layer in report.layers if layer not in layers}
     return {"bytes_a_weight": sum(layer.bytes for layer in layers) / weights, "end_bits": ends}
 
 

@@ -158,7 +158,13 @@ SETTINGS = (
     ("closest to dense, in the size of llama.cpp's Q4_K_M", "105MB, balanced", "--size 105MB"),
     ("**the default size and effort**", "5.2bits, balanced", ""),
     ("no fine-tuning", "5.2bits, fast", "--effort fast"),
+    (
+        "closest in this size, with a byte a weight in memory",
+        "5.2bits, fast, entropy-coded",
+        "--coding entropy --effort fast",
+    ),
     ("smaller", "4.3bits, best", "--size 4.3bits --effort best"),
+    ("smallest", "3.54bits, fast, entropy-coded", "--size 3.54bits --coding entropy --effort fast"),
 )
 
 

@@ -1,11 +1,13 @@
-"""A reader of compressed folders that knows docs/reference/format.md, JSON and NumPy.
+"""A reader of compressed folders that knows docs/reference/format.md, JSON and NumPy, and constriction for streams.
 
 `read` gives each S, `factors` u and v.
 """
 
 import json
 import struct
+from statistics import NormalDist
 
+import constriction
 import numpy as np
 
 TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "U8": "u1", "I8": "i1", "I32": "<i4"}
@@ -33,6 +35,30 @@ def kept(index, pattern, width):
 
 def codes(words, bits):
     return (words[..., None] >> np.arange(0, 32, bits) & (1 << bits) - 1).reshape(*words.shape[:-1], -1)
+
+
+def probabilities(k):
+    edges = [(a - 127.5) / 2 ** (k / 8 - 3) for a in range(255)]
+    masses = np.diff([0.0, *map(NormalDist().cdf, edges), 1.0])
+    rounded = np.maximum(np.rint(masses * 2**20), 1) / 2**20
+    return constriction.stream.model.Categorical(rounded.astype("f4"), perfect=False)
+
+
+def stream(words, shape):
+    header = words[:1].view("u1")
+    stack = constriction.stream.stack.AnsCoder(words[1:].view("u4"))
+    numbers = []
+    for length, mean, k in zip(shape, header[::2].view("i1"), header[1::2], strict=True):
+        numbers.append(stack.decode(probabilities(k), length) - 128 + int(mean))
+    classes = np.clip(numbers[0][:, None] + numbers[1] + 24, 0, 87)
+    height = max(1, 2**22 // shape[1])
+    found = np.zeros(shape, int)
+    for first in range(0, shape[0], height):
+        part, of = found[first : first + height], classes[first : first + height]
+        for k in range(88):
+            if (of == k).any():
+                part[of == k] = stack.decode(probabilities(k), int((of == k).sum()))
+    return found
 
 
 def whole(folder):
@@ -68,6 +94,9 @@ def read(folder):
         sparse = np.zeros((out, width))
         if grid is None:
             sparse[places] = held[f"{name}.values"].ravel()
+        elif "rate" in grid:
+            scale, inputs = (held[f"{name}.{leaf}"].astype("f8") for leaf in ("weight_scale", "weight_input_scale"))
+            sparse = (stream(held[f"{name}.weight_packed"], (out, width)) - 128) * scale * inputs
         else:
             packed, scale = codes(held[f"{name}.weight_packed"], grid["bits"]), held[f"{name}.weight_scale"]
             if "scale_bits" in grid:

@@ -28,6 +28,8 @@ RECIPES = {
     "2:4 int4": Recipe(method="caldera", rank=2, rounds=2, pattern="2:4", group_size=8),
     "2:4 int4, small scales": Recipe(method="gptq", pattern="2:4", group_size=8, scale_bits=4),
     "int4, small offsets": Recipe(method="gptq", group_size=8, scale_bits=4, offset=True),
+    "entropy-coded": Recipe(method="gptq", coding="entropy", bits=5),
+    "entropy-coded, int8 factors": Recipe(method="caldera", rank=2, rounds=2, coding="entropy", factor_bits=8),
     "row int4": Recipe(method="gptq", pattern="row", sparsity=0.5, group_size=16),
     "structured int8": Recipe(method="rtn", pattern="structured", sparsity=0.5, bits=8, group_size=16),
     "int8 factors": Recipe(rank=2, method="eora", factor_bits=8),

@@ -23,6 +23,7 @@ GRIDS = {
     "4 bits": Grid(4, 32, offset=True),
     "6 bits, symmetric": Grid(6, 32, symmetric=True),
     "8 bits in rows": Grid(8, None, offset=True),
+    "entropy-coded": Grid.entropy_coded(4.0),
 }
 grids = pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS.keys())
 # With torch's operators for 4 bits, the last 16 of 208 rows are no whole block of their order.
@@ -40,6 +41,8 @@ def embedding(grid: Grid, dtype: torch.dtype = torch.float32) -> tuple[PackedEmb
     codes = result.quantised.codes.double()
     if grid.offset:
         return layer, codes * scale + zero
+    if scaling.input_scale is not None:
+        scale = scale * scaling.input_scale.double()
     return layer, (codes - zero) * scale
 
 

@@ -193,3 +193,26 @@ def test_norms_are_recognised_by_their_class():
 
     block = torch.nn.ModuleDict({"a": RMSNorm(), "b": torch.nn.LayerNorm(3), "c": torch.nn.Linear(3, 3)})
     assert [id(weight) for weight in norms(block)] == [id(block["a"].weight), id(block["b"].weight)]
+
+
+def test_scales_of_rows_and_of_inputs_move_in_units_of_what_they_multiply():
+    """Oracle: S = (code − 128)·scale·input_scale; a master of an input's scale is as large as what the input adds."""
+    layer, gradient = layer_and_gradient(Grid.entropy_coded(6.0))
+    scale, inputs = layer.weight_scale.detach().clone(), layer.weight_input_scale.detach().clone()
+    codes = layer.codes(layer.tensors()).float() - 128
+    assert torch.equal(codes * scale * inputs, layer.unpacked().detach())
+    root = UNITS.square().mean().sqrt()
+    units = UNITS * codes.square().mean(0).sqrt()
+    parts = {"scale": (scale * root, rms(scale * root)), "inputs": (inputs * units, rms(inputs * units))}
+    run = step(layer, gradient, parts)
+    masters = next(run)
+    (codes * (masters["scale"] / root) * (masters["inputs"] / units) * gradient).sum().backward()
+    next(run)
+    stream = layer.weight_packed.clone()
+    trained = BlockOptimizer(torch.nn.Sequential(layer), {layer: UNITS}, RATE)
+    (layer.unpacked() * gradient).sum().backward()
+    trained.update(1.0)
+    torch.testing.assert_close(layer.weight_scale.detach(), (masters["scale"] / root).detach())
+    torch.testing.assert_close(layer.weight_input_scale.detach(), (masters["inputs"] / units).detach())
+    assert not torch.equal(layer.weight_input_scale, inputs)
+    assert torch.equal(layer.weight_packed, stream)

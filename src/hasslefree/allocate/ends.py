@@ -15,7 +15,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from hasslefree.allocate.options import GridOptions, LayerChoice, grids_like, reciprocal
+from hasslefree.allocate.options import (
+    GridOptions,
+    LayerChoice,
+    grids_like,
+    interpolated,
+    measured_grids,
+    reciprocal,
+)
 from hasslefree.allocate.sensitivity import probe_method
 from hasslefree.core.gram import Gram, working_dtype
 from hasslefree.core.grids import Grid
@@ -35,6 +42,8 @@ from hasslefree.solve.decompose import approximation
 
 # The bits to which both are rounded for the rates.
 ROUNDED_BITS = 4
+# How far the rate of an end may be from that of the uniform plan.
+NEAR = 0.5
 # Rows whose errors on a grid stand for those of all rows.
 ROWS = 2048
 
@@ -68,7 +77,7 @@ class EndProbe:
             for name, plan in self.plans.items():
                 weight = self.walk.model.get_parameter(f"{name}.weight").detach()
                 assert plan.grid is not None
-                grid = replace(plan.grid, bits=ROUNDED_BITS)
+                grid = replace(plan.grid, bits=ROUNDED_BITS, rate=None)
                 wide = weight.to(working_dtype(weight))
                 nearest = grid.scaling(wide).nearest(wide).to(weight.dtype)
                 self.rounded[name] = nearest
@@ -186,16 +195,31 @@ class EndProbe:
         share = len(weight) / len(sample)
         plans = [self.plans[end.name]]
         if resolved.embedding_bits is None:
-            grids = grids_like(plans[0], resolved.end_grids, resolved)
+            grids = near(plans[0].grid, grids_like(plans[0], resolved.end_grids, resolved))
             plans = [replace(plans[0], grid=grid) for grid in grids]
+        grids = [plan.grid for plan in plans if plan.grid is not None]
+        errors: dict[Grid, float] = {}
+        for grid in measured_grids(grids):
+            method = probe_method(grid)
+            found = approximation(method, sample, gram, prepared, plans[0].kept, 0, 0)
+            errors[grid] = share * gram.loss(sample - found.sparse)
         losses: dict[Grid, Tensor] = {}
-        for plan in plans:
-            assert plan.grid is not None
-            method = probe_method(plan.grid)
-            found = approximation(method, sample, gram, prepared, plan.kept, 0, 0)
-            lost = share * gram.loss(sample - found.sparse)
-            losses[plan.grid] = torch.tensor([lost], dtype=torch.float64)
+        for grid, lost in interpolated(errors, grids).items():
+            losses[grid] = torch.tensor([lost], dtype=torch.float64)
         return LayerChoice(GridOptions(plans, losses), rate, end.name)
+
+
+def near(grid: Grid | None, grids: list[Grid]) -> list[Grid]:
+    """The grids that an end may get in place of its uniform one: all, or with entropy coding those
+    of nearly the same rate.
+
+    What an end loses for an error is measured on one that is alike in all inputs. That of an
+    entropy-coded end is not, so that the estimate is too rough to move it far from the layers.
+    """
+    if grid is None or grid.rate is None:
+        return grids
+    uniform = grid.rate
+    return [found for found in grids if abs(found.stored_bits - uniform) <= NEAR]
 
 
 def with_look_ups(gram: Gram, look_ups: float) -> Gram:

@@ -2,9 +2,12 @@
 
 import dataclasses
 import itertools
+import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +32,8 @@ NONZERO_STEPS = 256
 ROWS = 256
 # The share of the error of the fewest bits up to which a grid has none.
 NO_ERROR = 1e-6
+# The rates at which errors are measured; between these, their logarithms are interpolated.
+MEASURED_RATES = (4.0,)
 # Plans of a matrix, each with what it loses, in nats per token.
 PricedPlans = list[tuple[LayerPlan, float]]
 
@@ -302,10 +307,34 @@ def _errors(layer: ProbedLayer, plan: LayerPlan, grids: Sequence[Grid]) -> dict[
         # on it. Of the finest grid, because few values within the support become zero.
         kept = KnownSupport(sample.changed(kept, grids[-1]) != 0)
     errors: dict[Grid, float] = {}
-    for grid in grids:
+    for grid in measured_grids(grids):
         rounded = sample.changed(kept, grid)
         errors[grid] = share * layer.gram.loss(sample.weight.to(rounded.dtype) - rounded)
-    return errors
+    return interpolated(errors, grids)
+
+
+def measured_grids(grids: Sequence[Grid]) -> list[Grid]:
+    """The grids on which errors are measured, for those on all grids: with many rates, the first,
+    the last and some between.
+    """
+    ends = (grids[0], grids[-1])
+    measured: list[Grid] = []
+    for grid in grids:
+        if grid.rate is None or grid.rate in MEASURED_RATES or grid in ends:
+            measured.append(grid)
+    return measured
+
+
+def interpolated(errors: Mapping[Grid, float], grids: Sequence[Grid]) -> dict[Grid, float]:
+    """The errors on grids of rising rates from those on some of them, the first and the last among
+    them. A bit quarters the error, as far as the codes have room.
+    """
+    if len(errors) == len(grids):
+        return dict(errors)
+    rates = [grid.stored_bits for grid in errors]
+    logarithms = [math.log(max(error, sys.float_info.min)) for error in errors.values()]
+    found = np.interp([grid.stored_bits for grid in grids], rates, logarithms)
+    return dict(zip(grids, np.exp(found).tolist(), strict=True))
 
 
 def grids_like(plan: LayerPlan, grids: Sequence[Grid], resolved: Resolved) -> list[Grid]:

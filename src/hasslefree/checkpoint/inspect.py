@@ -186,7 +186,7 @@ def columns_of(folder: FolderSize) -> list[str]:
     columns = ["relative error", "bytes", "of dense"]
     if any(layer.spec.rank for layer in folder.layers):
         columns = ["rank", *columns]
-    if len({layer.spec.grid.bits for layer in folder.layers if layer.spec.grid}) > 1:
+    if len({layer.spec.grid.stored_bits for layer in folder.layers if layer.spec.grid}) > 1:
         columns = ["bits", *columns]
     return columns
 
@@ -194,7 +194,7 @@ def columns_of(folder: FolderSize) -> list[str]:
 def cells(layers: Sequence[LayerSize], columns: Sequence[str]) -> list[str]:
     """The figures of some layers, in the order of the columns."""
     patterns = {layer.spec.pattern for layer in layers}
-    bits = [layer.spec.grid.bits for layer in layers if layer.spec.grid]
+    bits = [layer.spec.grid.stored_bits for layer in layers if layer.spec.grid]
     errors = [layer.relative_error for layer in layers if layer.relative_error is not None]
     stored = sum(layer.bytes for layer in layers)
     figures = {

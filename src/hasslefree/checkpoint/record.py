@@ -221,9 +221,9 @@ class Record:
         return sorted({layer.spec.pattern for layer in self.layers} - {"dense"})
 
     @property
-    def bits(self) -> list[int]:
-        """Those of each matrix that is on a grid."""
-        return [layer.spec.grid.bits for layer in self.layers if layer.spec.grid]
+    def bits(self) -> list[float]:
+        """Those of each matrix that is on a grid, on average if they are entropy-coded."""
+        return [layer.spec.grid.stored_bits for layer in self.layers if layer.spec.grid]
 
     @property
     def ranks(self) -> list[int]:

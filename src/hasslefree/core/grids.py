@@ -7,6 +7,14 @@ g is the group of row i and input j. On a grid with a whole zero, zero is a valu
 can be on a support and on a grid at once. A grid with an offset has one more number for each group,
 and fits better: it is for an S that keeps every entry. Which numbers scales and offsets may be is
 said in `core.scales`; (code − zero)·scale is exact in float32.
+
+An entropy-coded grid has codes of eight bits, a scale for each row and one for each input,
+
+    S_ij = (code_ij − 128)·scale_i·input_scale_j
+
+and its scales decide how many bits the codes take in a file, where frequent ones are short
+(`core.entropy`). At the same number of bits, its steps are far finer than those of codes of one
+length (WaterSIC, arXiv 2603.04956).
 """
 
 import math
@@ -27,6 +35,10 @@ if TYPE_CHECKING:
 
 # Bits of a code.
 BITS = (2, 3, 4, 5, 6, 8)
+# The bits a weight that an entropy-coded grid may have, and those among which a size chooses.
+LEAST_RATE = 1.0
+MOST_RATE = 7.0
+RATES = tuple(quarters / 4 for quarters in range(6, 27))
 # Each further range that is tried for a group is narrower by this share of the whole one.
 NARROWER = 0.02
 
@@ -59,6 +71,8 @@ class Grid(Checked):
             one of SCALE_BITS; None for floats of 16 bits.
         block: with scale_bits, the number of consecutive inputs that share units, a multiple of the
             group; None for a whole row. Scales of a symmetric grid with blocks have a sign.
+        rate: of an entropy-coded grid (`entropy_coded`): the bits a weight of its codes in a file,
+            from LEAST_RATE to MOST_RATE; None for codes of one length.
 
     Example:
         >>> scaling = Grid(bits=4, group=64).scaling(weight)  # weight: (out, in)
@@ -72,6 +86,12 @@ class Grid(Checked):
     offset: bool = False
     scale_bits: int | None = None
     block: Positive | None = None
+    rate: float | None = None
+
+    @classmethod
+    def entropy_coded(cls, rate: float) -> "Grid":
+        """Codes that take this many bits each on average."""
+        return cls(bits=8, group=None, symmetric=True, rate=rate)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,6 +108,22 @@ class Grid(Checked):
                 f"a block of {self.block} inputs needs scale_bits, and groups that divide it",
                 ("block",),
             )
+        if self.rate is not None:
+            self._check_rate(self.rate)
+
+    def _check_rate(self, rate: float) -> None:
+        if not LEAST_RATE <= rate <= MOST_RATE:
+            raise GridError(
+                f"the rate of an entropy-coded grid must be from {LEAST_RATE:g} to {MOST_RATE:g}"
+                f" bits a weight, got {rate:g}",
+                ("bits",),
+            )
+        if self.bits != 8 or self.group is not None or not self.symmetric:
+            raise GridError(
+                "an entropy-coded grid has symmetric codes of eight bits in rows; use"
+                " Grid.entropy_coded(rate)",
+                ("rate",),
+            )
 
     def _check_scale_bits(self, bits: int) -> None:
         check_bits("scale_bits", bits, SCALE_BITS)
@@ -99,6 +135,8 @@ class Grid(Checked):
             )
 
     def __str__(self) -> str:
+        if self.rate is not None:
+            return f"entropy-coded, {self.rate:g} bits"
         groups = "rows" if self.group is None else f"groups of {self.group}"
         text = f"int{self.bits} in {groups}"
         if self.symmetric:
@@ -112,8 +150,8 @@ class Grid(Checked):
         return text
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: what a reader of the codes needs; `offset`, `scale_bits` and `block` only where
-        they are set.
+        """For JSON: what a reader of the codes needs; `offset`, `scale_bits`, `block` and `rate`
+        only where they are set.
         """
         content: dict[str, Any] = {
             "bits": self.bits,
@@ -126,7 +164,20 @@ class Grid(Checked):
             content["scale_bits"] = self.scale_bits
         if self.block:
             content["block"] = self.block
+        if self.rate is not None:
+            content["rate"] = self.rate
         return content
+
+    @property
+    def stored_bits(self) -> float:
+        """The bits of a code in a file, on average."""
+        return self.bits if self.rate is None else self.rate
+
+    def with_bits(self, bits: int) -> "Grid":
+        """The grid with codes of another length, or of another rate."""
+        if self.rate is None:
+            return replace(self, bits=bits)
+        return replace(self, rate=float(bits))
 
     @property
     def top(self) -> int:
@@ -151,6 +202,12 @@ class Grid(Checked):
                 f"pattern {pattern} prunes entries, and a grid with offsets need not have the value"
                 f" zero; leave out {option('offset', True)}, or use {option('pattern', 'dense')}",
                 ("offset", "pattern"),
+            )
+        if self.rate is not None and pattern and pattern.kept(shape) < math.prod(shape):
+            raise GridError(
+                f"pattern {pattern} prunes entries, and an entropy-coded grid keeps every one; use"
+                f" {option('pattern', 'dense')}",
+                ("coding", "pattern"),
             )
 
     def _check_group(
@@ -271,6 +328,7 @@ class Grid(Checked):
         inputs.
         """
         self.check(matrix.shape)
+        assert self.rate is None  # its scales depend on the codes: `solve.at_rate`
         storage = self.storage_for(matrix)
         levels = self.fit(self._by_group(matrix), storage)
         return Scaling(self, levels.scale.squeeze(-1), levels.zero.squeeze(-1), storage)
@@ -345,12 +403,14 @@ class Scaling:
     Args:
         storage: which numbers they may be. Floats are in the dtype in which they are stored.
             Multiples are in a working dtype, and their units in the dtype in which they are stored.
+        input_scale: of each input, (in,), on an entropy-coded grid; otherwise None.
     """
 
     grid: Grid
     scale: Tensor
     zero: Tensor
     storage: Floats | Multiples = FLOATS
+    input_scale: Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -370,6 +430,10 @@ class Scaling:
             changed = replace(self, scale=self.scale.to(dtype), zero=self.zero.to(dtype))
             before = [self.scale, self.zero]
             after = [changed.scale, changed.zero]
+            if self.input_scale is not None:
+                changed = replace(changed, input_scale=self.input_scale.to(dtype))
+                before.append(self.input_scale)
+                after.append(changed.input_scale)
         for old, new in zip(before, after, strict=True):
             if old is not None and new is not None and not torch.equal(new.to(old.dtype), old):
                 raise GridError(
@@ -382,10 +446,16 @@ class Scaling:
         """Those of entries by group, (out, groups, n), in the working dtype."""
         dtype = working_dtype(self.scale)
         scale = self.scale.to(dtype).unsqueeze(-1)
+        if self.input_scale is not None:
+            scale = scale * self.input_scale.to(dtype)
         return Levels(self.grid, scale, self.zero.to(dtype).unsqueeze(-1))
 
     def at(self, j: int) -> Levels:
-        """Those of the entries of input j, (out,); writing to them changes the group of j."""
+        """Those of the entries of input j, (out,); writing to them changes the group of j, except
+        on an entropy-coded grid.
+        """
+        if self.input_scale is not None:
+            return Levels(self.grid, self.scale[:, 0] * self.input_scale[j], self.zero[:, 0])
         g = j // self.grid.group if self.grid.group else 0
         return Levels(self.grid, self.scale[:, g], self.zero[:, g])
 

@@ -3,7 +3,7 @@ factors.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -65,6 +65,8 @@ class SparseLowRankLinear(nn.Module):
         self.backend: str | None = None
         # S unpacked, for calls without gradients, while the caller promises not to change S.
         self.unpacked_copy: Tensor | None = None
+        # Codes that were entropy-coded, and the key of their stream.
+        self.decoded: tuple[tuple[int, int], Tensor] | None = None
         # S + u v, which replaces all tensors but the bias while gradients are computed.
         self.merged_weight: Tensor | None = None
         # The values of coded factors while they are trained, by name.
@@ -140,7 +142,23 @@ class SparseLowRankLinear(nn.Module):
 
     def unpacked(self) -> Tensor:
         """S: (out, in), a new tensor at each call."""
-        return self.spec.unpack(self.tensors())
+        tensors = self.tensors()
+        if self.spec.grid is None:
+            return self.spec.unpack(tensors)
+        return self.spec.values(self.codes(tensors), tensors)
+
+    def codes(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The codes of `tensors`, uint8 (out, in). Those of a stream are decoded once."""
+        assert self.spec.grid is not None
+        if self.spec.grid.rate is None:
+            return self.spec.codes(tensors)
+        stream = tensors["weight_packed"]
+        key = (stream.data_ptr(), 0 if stream.is_inference() else stream._version)
+        decoded = self.decoded
+        if decoded is None or decoded[0] != key:
+            decoded = (key, self.spec.codes(tensors))
+            self.decoded = decoded
+        return decoded[1]
 
     def rows(self, selected: Tensor) -> Tensor:
         """Some rows of a complete S on a grid: indices (rows,) → (rows, in).
@@ -157,13 +175,20 @@ class SparseLowRankLinear(nn.Module):
         with self.kernel.lock():
             for name in self.spec.sparse_tensors():
                 stored = getattr(self, name)
-                if stored is not None:
-                    tensors[name] = stored.index_select(0, selected)
+                if stored is None:
+                    continue
+                of_rows = name != "weight_input_scale"
+                if name == "weight_packed" and self.spec.grid.rate is not None:
+                    stored = self.codes({name: stored})
+                tensors[name] = stored.index_select(0, selected) if of_rows else stored
             if "weight_packed" not in tensors:
                 assert isinstance(self.kernel, CodesKernel)
                 codes = self.kernel.codes_of_rows(selected)
-        if "weight_packed" in tensors:
-            codes = unpack_codes(tensors["weight_packed"], self.spec.grid.bits, self.in_features)
+            elif self.spec.grid.rate is not None:
+                codes = tensors["weight_packed"]
+            else:
+                bits = self.spec.grid.bits
+                codes = unpack_codes(tensors["weight_packed"], bits, self.in_features)
         shape = (len(selected), self.in_features)
         spec = dataclasses.replace(self.spec, shape=shape, nonzeros=shape[0] * shape[1])
         return spec.values(codes, tensors)
@@ -197,7 +222,8 @@ class SparseLowRankLinear(nn.Module):
     def held_bytes(self) -> int:
         """Bytes in memory beside the parameters and buffers: of a kernel and of unpacked copies."""
         copy = 0 if self.unpacked_copy is None else self.unpacked_copy.nbytes
-        return self.kernel.bytes + copy
+        codes = 0 if self.decoded is None else self.decoded[1].nbytes
+        return self.kernel.bytes + codes + copy
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in) → (..., out)."""
@@ -299,6 +325,7 @@ class SparseLowRankLinear(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         del state["kernel"]
+        state["decoded"] = None
         with self.kernel.lock():
             self.kernel.release(self)
             state["_buffers"] = self._buffers.copy()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hasslefree.core.entropy import decode, encode, words_for_rate
 from hasslefree.core.factors import factor_tensors
 from hasslefree.core.gram import working_dtype
 from hasslefree.core.grids import Grid
@@ -74,6 +75,8 @@ class LayerSpec:
         if self.grid is None:
             return self.nonzeros + factors
         out, width = self.shape
+        if self.grid.rate is not None:
+            return out + width + factors
         scales = out * (self.grid.blocks(width) or 1)  # units
         if self.grid.scale_bits is None:
             scales = out * self.grid.groups(width)
@@ -99,6 +102,13 @@ class LayerSpec:
             return {"values": (values, None)} | positions
         self.grid.check(self.shape)
         out, width = self.shape
+        if self.grid.rate is not None:
+            stream = words_for_rate(self.dense_parameters, self.grid.rate)
+            return {
+                "weight_packed": ((stream,), torch.int32),
+                "weight_scale": ((out, 1), None),
+                "weight_input_scale": ((width,), None),
+            } | positions
         groups = self.grid.groups(width)
         bits = self.grid.bits
         codes = (*values[:-1], words_for(values[-1], bits))
@@ -132,6 +142,8 @@ class LayerSpec:
     def codes(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The codes of an S on a grid, uint8 (out, in); where none is stored, the group's zero."""
         assert self.grid is not None
+        if self.grid.rate is not None:
+            return decode(tensors["weight_packed"], self.shape)
         stored = unpack_codes(tensors["weight_packed"], self.grid.bits, self._stored_shape()[-1])
         if self.nonzeros == self.dense_parameters:
             return stored.view(self.shape)
@@ -147,6 +159,9 @@ class LayerSpec:
             index: the positions of the stored codes.
         """
         assert self.grid is not None
+        if self.grid.rate is not None:
+            stream = encode(codes, words_for_rate(codes.numel(), self.grid.rate))
+            return stream.to(codes.device)
         if self.nonzeros < self.dense_parameters:
             codes = codes.masked_select(self.support(index))
         return pack_codes(codes.view(self._stored_shape()), self.grid.bits)
@@ -168,6 +183,8 @@ class LayerSpec:
             values = torch.addcmul(self.offsets(tensors).unsqueeze(-1), steps, scale)
         else:
             values = (steps - self.zeros(tensors).unsqueeze(-1)) * scale
+        if self.grid.rate is not None:
+            values = values * tensors["weight_input_scale"].to(values.dtype)
         return values.to(tensors["weight_scale"].dtype).view(self.shape)
 
     def scales(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -215,7 +232,7 @@ class LayerSpec:
         rounded: bool,
     ) -> tuple[Tensor, Tensor]:
         """The scale of each group and the value of its code 0: (out, groups) each, without
-        gradients.
+        gradients; on an entropy-coded grid, over the scales of the inputs.
 
         Args:
             codes: uint8 (out, in).

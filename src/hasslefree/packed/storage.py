@@ -6,7 +6,8 @@ tensors these are without pruning (pattern dense). Pruned entries have no code: 
 order in which the layout of the pattern stores values. Scales and offsets that are multiples of
 units of their row or block are packed like codes, along the groups, and the units take the place of
 the scales and offsets: (out,) for rows, (out, blocks) for blocks. Multiples with a sign are packed
-with 2^(b−1) added.
+with 2^(b−1) added. On an entropy-coded grid, the codes are a stream (`core.entropy`), beside the
+scales of rows and inputs.
 """
 
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hasslefree.core.entropy import encode, words_for_rate
 from hasslefree.core.grids import Quantised, Scaling
 from hasslefree.core.scales import Multiples
 from hasslefree.packed.layouts import layout_of, pack_bits, support_of, unpack_bits
@@ -46,7 +48,12 @@ def pack_sparse(
         return {"values": values, layout.index: index}, values.numel()
     is_stored = support_of(layout, values.shape, index, sparse.shape[1])
     codes = quantised.codes.masked_select(is_stored).view(values.shape)
-    tensors = {"weight_packed": pack_codes(codes, quantised.scaling.grid.bits)}
+    grid = quantised.scaling.grid
+    if grid.rate is None:
+        packed = pack_codes(codes, grid.bits)
+    else:
+        packed = encode(quantised.codes, words_for_rate(codes.numel(), grid.rate))
+    tensors = {"weight_packed": packed.to(sparse.device)}
     tensors |= pack_scaling(quantised.scaling)
     tensors[layout.index] = index
     return tensors, values.numel()
@@ -73,6 +80,8 @@ def pack_scaling(scaling: Scaling) -> dict[str, Tensor]:
                     tensors[name] = tensors[name].squeeze(1)
     else:
         tensors["weight_scale"] = scaling.scale
+        if scaling.input_scale is not None:
+            tensors["weight_input_scale"] = scaling.input_scale
         if grid.offset:
             tensors["weight_offset"] = scaling.zero
     if not grid.offset and not grid.symmetric:

@@ -33,7 +33,7 @@ from hasslefree.packed.linear import SparseLowRankLinear
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.pipeline.job import Job
 from hasslefree.pipeline.layers import Done, memory_errors, share_layer
-from hasslefree.planning.memory import ROWS
+from hasslefree.planning.memory import rows_at_once
 from hasslefree.planning.plan import LayerPlan
 from hasslefree.progress import REFERENCE, Phase
 from hasslefree.solve.decompose import solve_layer
@@ -110,10 +110,10 @@ def head_gram(job: Job, name: str, reference: Reference | None) -> Gram:
 
 
 def compress_end(job: Job, end: End, plan: LayerPlan, gram: Gram) -> Done:
-    """Put a matrix on its grid, by GPTQ's sweep and descent, some rows at a time."""
+    """Put a matrix on its grid, by GPTQ's sweep and descent, some rows at a time if possible."""
     start = time.perf_counter()
     assert plan.grid is not None
-    method = JointOnGrid(plan.grid)
+    method = JointOnGrid(plan.grid, relative=True)
     with job.walk.outside():
         module: Any = job.walk.model.get_submodule(end.name)
         weight = module.weight.detach()
@@ -121,21 +121,26 @@ def compress_end(job: Job, end: End, plan: LayerPlan, gram: Gram) -> Done:
         with memory_errors(f"compress {end.name}", weight.device):
             prepared = method.prepare(gram)
             parts: list[Decomposition] = []
-            for rows in weight.split(ROWS):
+            for rows in weight.split(rows_at_once(plan)):
                 parts.append(solve_layer(rows, gram, method, prepared, plan.kept, 0, seed=0))
-        result = joined(parts, weight, gram)
+        result = joined(parts, weight.split(rows_at_once(plan)), gram)
         layer = end.kind.from_decomposition(result, getattr(module, "bias", None), plan.pattern)
     seconds = time.perf_counter() - start
     return layer, LayerRecord.of(end.name, layer.spec, result, seconds, layer.stored_bytes)
 
 
-def joined(parts: list[Decomposition], weight: Tensor, gram: Gram) -> Decomposition:
-    """The decomposition of a weight (out, in) from those of its rows, `ROWS` at a time.
+def joined(parts: list[Decomposition], weights: Sequence[Tensor], gram: Gram) -> Decomposition:
+    """The decomposition of a matrix from those of its rows, some at a time.
 
     Errors are relative to the norm of the rows, which are the weights of their mean.
+
+    Args:
+        weights: the rows of each part, (rows, in).
     """
-    wide = working_dtype(weight)
-    norms = torch.tensor([gram.loss(rows.to(wide)) for rows in weight.split(ROWS)]).double()
+    if len(parts) == 1:
+        return parts[0]
+    wide = working_dtype(weights[0])
+    norms = torch.tensor([gram.loss(rows.to(wide)) for rows in weights]).double()
     errors = torch.tensor([part.relative_error for part in parts]).double()
     before = torch.tensor([part.relative_error_before_cast for part in parts]).double()
     total = norms.sum().item()

@@ -20,7 +20,7 @@ class Advice:
     """
 
     plan: Plan = dataclasses.field(repr=False)
-    bits: tuple[int, int] | None
+    bits: tuple[float, float] | None
     rank: tuple[int, int]
     bytes: int
     divergence: float
@@ -35,7 +35,7 @@ class Advice:
         """
         layers = plan.layers
         ranks = [layer.rank for layer in layers]
-        bits = [layer.grid.bits for layer in layers if layer.grid]
+        bits = [layer.grid.stored_bits for layer in layers if layer.grid]
         bit_range = (min(bits), max(bits)) if bits else None
         rank_range = (min(ranks), max(ranks))
         return cls(plan, bit_range, rank_range, dense + plan.size, divergence)

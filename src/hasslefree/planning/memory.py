@@ -185,10 +185,19 @@ def ends_bytes(setup: Setup) -> int:
     taken = 0
     solver = 0
     for end in setup.plan.ends.values():
-        rows = min(ROWS, end.shape[0])
+        rows = rows_at_once(end)
         taken += end.size + 2 * end.dense_size
         solver = max(solver, workspace(setup, dataclasses.replace(end, shape=(rows, end.shape[1]))))
     return taken + solver
+
+
+def rows_at_once(end: LayerPlan) -> int:
+    """The rows of an embedding or a head that are solved together: all, if they share the scales of
+    their inputs.
+    """
+    if end.grid is not None and end.grid.rate is not None:
+        return end.shape[0]
+    return min(ROWS, end.shape[0])
 
 
 def probe_bytes(setup: Setup) -> int:

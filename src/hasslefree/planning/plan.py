@@ -279,10 +279,10 @@ def plan_end(end: End, grid: Grid, resolved: Resolved) -> LayerPlan:
 def plan_ends(selection: Selection, resolved: Resolved) -> dict[str, LayerPlan]:
     """The plans of the embedding and the head, on the grid with bits nearest to the layers'."""
     grid = resolved.solver.grid
-    bits = 0 if grid is None else grid.bits
+    bits = 0 if grid is None else grid.stored_bits
     plans: dict[str, LayerPlan] = {}
     for name, end in selection.ends.items():
-        nearest = min(resolved.end_grids, key=lambda allowed: abs(allowed.bits - bits))
+        nearest = min(resolved.end_grids, key=lambda allowed: abs(allowed.stored_bits - bits))
         plans[name] = plan_end(end, nearest, resolved)
     return plans
 

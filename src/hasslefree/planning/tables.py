@@ -59,18 +59,23 @@ def plan_summary(setup: Setup) -> dict[str, Any]:
 
 def bytes_to_run(setup: Setup) -> int:
     """The weights of the result in memory: codes of S are held as torch's int4 operators read them
-    if the model is in bfloat16, those of pruned entries too, and everything else as in the file.
+    if the model is in bfloat16, those of pruned entries too, entropy-coded ones otherwise in a byte
+    each, and everything else as in the file.
     """
     held = weights_on_disk(setup.model, setup.plan)
     for matrix in setup.plan.matrices:
         out, width = matrix.shape
-        if matrix.grid is None or matrix.dtype != torch.bfloat16:
+        if matrix.grid is None:
             continue
-        group = matrix.grid.group or width
-        nibbles = Nibbles.fitting(matrix.grid.bits, group, setup.device.type)
-        if nibbles is not None:
-            shape, _ = matrix.sparse_tensors()["weight_packed"]
-            held += nibbles.bytes(out, width) - math.prod(shape) * torch.int32.itemsize
+        nibbles = None
+        if matrix.dtype == torch.bfloat16:
+            group = matrix.grid.group or width
+            nibbles = Nibbles.fitting(matrix.grid.bits, group, setup.device.type)
+        if nibbles is None and matrix.grid.rate is None:
+            continue
+        codes = out * width if nibbles is None else nibbles.bytes(out, width)
+        shape, _ = matrix.sparse_tensors()["weight_packed"]
+        held += codes - math.prod(shape) * torch.int32.itemsize
     return held
 
 
@@ -87,7 +92,7 @@ def layer_rows(setup: Setup) -> list[dict[str, Any]]:
                 "shape": list(layer.shape),
                 "pattern": layer.kind,
                 "rank": layer.rank,
-                "bits": layer.grid.bits if layer.grid else None,
+                "bits": layer.grid.stored_bits if layer.grid else None,
                 "bytes": layer.size * count,
                 "count": count,
                 "kept": layer.parameters / layer.dense_parameters,

@@ -141,6 +141,8 @@ class Engine:
 
     def holds(self, grid: Grid) -> bool:
         """True if the engine holds the grid exactly. Rows must be a multiple of 32 inputs."""
+        if grid.rate is not None:
+            return False
         if grid.block is not None and self.blocked:
             return grid in self.blocked
         if grid.scale_bits is not None and not self.multiples:
@@ -256,6 +258,8 @@ def not_held(name: str, grid: Grid) -> str:
 
 def _changes(engine: Engine, grid: Grid) -> list[str]:
     """The smallest changes of a grid's settings with which an engine holds it, in words."""
+    if grid.rate is not None:
+        return [f"leave out {option('coding', 'entropy')}"]
     kind = kind_of(grid)
     to_kind, to_bits = _nearest(engine, kind, grid.bits)
     settings = []

@@ -89,8 +89,8 @@ class Fields:
     operators, and llama.cpp with a size for its own types, such as Q4_K, without L (no
     default)."""
     bits: int | None = declared(None, GRID)
-    """Bits of an entry of S: 2, 3, 4, 5, 6 or 8, for methods with a grid; bits that are given are
-    those of every layer (default: 4, and by layer for a size)."""
+    """Bits of an entry of S: 2, 3, 4, 5, 6 or 8, for methods with a grid, with entropy coding on
+    average; bits that are given are those of every layer (default: 4, and by layer for a size)."""
     group_size: int | None = declared(None, GRID, ge=0)
     """Consecutive inputs that share a scale; 0 for a whole row (default: 32 with scales of few bits
     and for llama.cpp, otherwise 64)."""
@@ -106,6 +106,10 @@ class Fields:
     """Bits of the scales and offsets: 3, 4, 5, 6 or 8, as multiples of a number of their row, so
     that small groups take few bytes; 16 for floats (default: 5 for joint-grid with pattern dense,
     unless the engine needs floats; otherwise 16)."""
+    coding: Literal["fixed", "entropy"] | None = declared(None, GRID)
+    """How the file stores the codes of a grid: fixed (all with the same bits) or entropy (frequent
+    codes in fewer bits, with one scale for each row and each input: the smallest file at a given
+    loss, one byte for each weight in memory; for transformers) (default: fixed)."""
     factor_bits: int | None = declared(None, GRID)
     """8 to store both factors of L as int8 (default: 8 for joint with a size, otherwise the
     model's dtype)."""

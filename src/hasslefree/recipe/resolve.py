@@ -8,7 +8,7 @@ from typing import Any
 from hasslefree.core.budgets import Budget
 from hasslefree.core.factors import BITS as FACTOR_BITS
 from hasslefree.core.factors import check_factor_bits
-from hasslefree.core.grids import BITS, Grid, check_bits
+from hasslefree.core.grids import BITS, RATES, Grid, check_bits
 from hasslefree.core.protocols import Method
 from hasslefree.core.scales import SCALE_BITS
 from hasslefree.errors import HasslefreeError, Problem, RecipeError, option
@@ -55,7 +55,7 @@ SMALL_SCALES = 5
 FLOAT_BITS = 16
 # Fields that say how S is quantised, those that ask for a grid unless S is pruned, and those of a
 # method.
-OF_GRID = ("bits", "group_size", "symmetric", "offset", "scale_bits")
+OF_GRID = ("bits", "group_size", "symmetric", "offset", "scale_bits", "coding")
 GRIDS = ("size", "engine", *OF_GRID)
 METHOD_FIELDS = (
     "pruner",
@@ -98,6 +98,9 @@ class Resolved(Fields):
             return ()
         if self.in_types:
             return WIDE_TYPES
+        if grid.rate is not None:
+            rates = RATES if self.bits is None else (grid.rate,)
+            return tuple(Grid.entropy_coded(rate) for rate in rates)
         widths = BITS if self.bits is None else (self.bits,)
         return self._held(dataclasses.replace(grid, bits=bits) for bits in widths)
 
@@ -119,6 +122,8 @@ class Resolved(Fields):
             return WIDE_TYPES
         if self.engine is not None and not ENGINES[self.engine].embeddings:
             return ()
+        if self.solver.grid.rate is not None:
+            return tuple(map(Grid.entropy_coded, RATES))
         return self._held(end_grid(self, self.solver.grid, bits) for bits in BITS)
 
     def _held(self, grids: Iterable[Grid]) -> tuple[Grid, ...]:
@@ -137,9 +142,14 @@ class Resolved(Fields):
 
     @property
     def fixed_rank(self) -> int | None:
-        """The rank of every layer within a size; None if it is to be chosen."""
+        """The rank of every layer within a size; None if it is to be chosen.
+
+        Where codes are entropy-coded, bytes gain more as bits.
+        """
         if isinstance(self.solver, Prune):
             return 0
+        if self.solver.grid is not None and self.solver.grid.rate is not None:
+            return self.rank or 0
         return self.rank
 
     @property
@@ -254,6 +264,8 @@ def method_defaults(recipe: Fields) -> dict[str, Any]:
     if not has_grid(recipe):
         return {"rounds": ROUNDS[recipe.effort or "fast"]}
     defaults: dict[str, Any] = {"rounds": GRID_ROUNDS}
+    if recipe.coding == "entropy":
+        return defaults
     if recipe.pattern == "dense" and not recipe.symmetric:
         defaults["offset"] = True
     if recipe.pattern == "dense" and has_small_scales(recipe):
@@ -272,7 +284,7 @@ def has_small_scales(recipe: Fields) -> bool:
 
 def engine_defaults(recipe: Fields) -> dict[str, Any]:
     """The grid of the engine that has what is given of a grid; empty if it has none."""
-    if recipe.engine is None or not has_grid(recipe):
+    if recipe.engine is None or not has_grid(recipe) or recipe.coding == "entropy":
         return {}
     if takes_types(recipe):
         return {"rank": 0, "offset": None}  # the type decides on offsets
@@ -334,7 +346,7 @@ def movable(recipe: Fields) -> bool:
     | S on a grid, bits left open (an engine chooses them   |                  |
     | unless there is a size)                               | bits             |
     | a size, with a rank                                   | nothing          |
-    | a size, and a method without L                        | nothing          |
+    | a size, and a method without L, or entropy coding     | nothing          |
     | a size otherwise                                      | rank             |
     | pattern dense without a grid                          | nothing          |
     | a rank above 0, or a ratio                            | rank             |
@@ -345,7 +357,7 @@ def movable(recipe: Fields) -> bool:
     if quantised and recipe.bits is None and (recipe.size or not recipe.engine):
         return True
     if recipe.size:
-        return recipe.rank is None and not only_prunes(recipe)
+        return recipe.rank is None and not only_prunes(recipe) and recipe.coding != "entropy"
     if recipe.pattern == "dense" and not quantised:
         return False
     if recipe.rank or recipe.ratio is not None:
@@ -478,6 +490,8 @@ def end_grid(recipe: Fields, grid: Grid | None, bits: int) -> Grid:
     """
     if takes_types(recipe):
         return next(held for held in WIDE_TYPES if held.bits >= bits)
+    if grid is not None and grid.rate is not None:
+        return grid.with_bits(bits)
     symmetric = bool(recipe.symmetric)
     return dataclasses.replace(grid or Grid(), bits=bits, symmetric=symmetric, offset=not symmetric)
 
@@ -491,6 +505,8 @@ def embedding_problems(recipe: Fields, bits: int, grid: Grid | None) -> Iterator
             ("embedding_bits", "engine"),
             f"{recipe.engine} keeps embedding and head dense: leave out embedding_bits",
         )
+    elif grid is not None and grid.rate is not None:
+        yield from refusals(lambda: grid.with_bits(bits), "embedding_bits")
     elif recipe.engine and (refused := refusal(recipe.engine, end_grid(recipe, grid, bits))):
         yield Problem(("embedding_bits", "engine"), f"embedding and head: {refused}")
 

@@ -61,7 +61,7 @@ def figures(record: Record) -> dict[str, dict[str, float]]:
         if layer.bytes:
             found["bytes"][layer.name] = layer.bytes / 1000
         if spec.grid is not None:
-            found["bits"][layer.name] = spec.grid.bits
+            found["bits"][layer.name] = spec.grid.stored_bits
         if spec.pattern != "dense":
             found["kept"][layer.name] = spec.parameters / spec.dense_parameters
         found["rank"][layer.name] = spec.rank

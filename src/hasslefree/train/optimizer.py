@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hasslefree.core.entropy import MIDDLE
 from hasslefree.core.factors import nearest
 from hasslefree.core.gram import working_dtype
 from hasslefree.core.grids import Grid
@@ -172,8 +173,14 @@ def variables_of_sparse(layer: SparseLowRankLinear, scale: Tensor) -> Iterator[V
     groups = 1 if stored.ndim == 1 else stored.shape[1]
     unit = scale.view(groups, -1).square().mean(1).sqrt()
     steps = plain(stored, unit)
-    steps.store = storing(stored, grid)
+    if grid.rate is None:
+        steps.store = storing(stored, grid)
     yield steps
+    if grid.rate is not None:
+        codes = layer.codes(layer.tensors()).to(scale.dtype) - MIDDLE
+        yield plain(
+            layer.get_parameter("weight_input_scale"), scale * codes.square().mean(0).sqrt()
+        )
     if grid.offset:
         offset = layer.get_parameter("weight_offset")
         middle = middle_of(layer)

@@ -15,7 +15,13 @@ from tests import oracles
 
 pytest.importorskip("numba", reason="needs hasslefree[fast]")
 # With whole zeros and with offsets; scales of 16 bits, and multiples of units, which bfloat16 would round.
-GRIDS = [Grid(3, 16), Grid(5, 32, offset=True, scale_bits=5), Grid(8, None, symmetric=True), Grid(4, 24, scale_bits=6)]
+GRIDS = [
+    Grid(3, 16),
+    Grid(5, 32, offset=True, scale_bits=5),
+    Grid(8, None, symmetric=True),
+    Grid(4, 24, scale_bits=6),
+    Grid.entropy_coded(3.5),
+]
 
 
 def layer_of(grid, dtype=torch.float32, pattern="dense", coded=False):

@@ -19,30 +19,40 @@ TILE_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class ByteCodes:
-    """S (out, in) = codes · scale + low.
+    """S (out, in) = codes · scale + centre.
 
     Args:
-        codes: uint8 (out, in).
+        codes: less the middle one, int8 (out, in), so that terms do not cancel where the values are
+            around zero.
+        middle: the middle code.
         scale: (out, groups), float32.
-        low: the values of code 0, (out, groups), float32.
+        centre: the values of the middle code, (out, groups), float32.
     """
 
     codes: Tensor
+    middle: int
     scale: Tensor
-    low: Tensor
+    centre: Tensor
+
+    @classmethod
+    def of(cls, codes: Tensor, bits: int, scale: Tensor, low: Tensor) -> "ByteCodes":
+        """Keep codes, uint8 (out, in), of so many bits. low: the values of code 0, as `scale`."""
+        middle = 1 << (bits - 1)
+        centre = low.float() + middle * scale.float()
+        return cls((codes - middle).view(torch.int8), middle, scale.float(), centre)
 
     @property
     def bytes(self) -> int:
-        """The memory of codes, scales and values of code 0."""
-        return self.codes.nbytes + self.scale.nbytes + self.low.nbytes
+        """The memory of codes, scales and values of the middle code."""
+        return self.codes.nbytes + self.scale.nbytes + self.centre.nbytes
 
     def all_codes(self) -> Tensor:
-        """The codes, uint8 (out, in)."""
-        return self.codes
+        """The codes that `of` was given."""
+        return self.codes.view(torch.uint8) + self.middle
 
     def codes_of_rows(self, rows: Tensor) -> Tensor:
         """The codes of some rows: indices (rows,) → uint8 (rows, in)."""
-        return self.codes[rows]
+        return self.codes[rows].view(torch.uint8) + self.middle
 
     def few_product(self, x: Tensor) -> Tensor:
         """x Sᵀ for a few tokens: (tokens, in) → (tokens, out), of x's dtype."""
@@ -51,7 +61,7 @@ class ByteCodes:
 
         y = torch.empty(len(x), len(self.codes))
         inputs = x.float().contiguous()
-        stored = (self.codes, self.scale, self.low)
+        stored = (self.codes, self.scale, self.centre)
         dot_codes(*[tensor.numpy() for tensor in (*stored, inputs, y)])
         return y.to(x.dtype)
 
@@ -79,5 +89,5 @@ class ByteCodes:
         rows = slice(first, first + height)
         scale = self.scale[rows].unsqueeze(-1)
         codes = self.codes[rows].view(*self.scale[rows].shape, -1)
-        values = torch.addcmul(self.low[rows].unsqueeze(-1), codes.float(), scale)
+        values = torch.addcmul(self.centre[rows].unsqueeze(-1), codes.float(), scale)
         return values.flatten(1).to(dtype)

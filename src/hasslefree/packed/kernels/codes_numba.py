@@ -10,12 +10,12 @@ from hasslefree.packed.kernels.cpu import sums_in_parallel, u64
 def dot_codes(
     codes,
     scale,
-    low,
+    centre,
     x,
     y,
 ):
-    """y = x Sᵀ for a few tokens. codes: uint8 (out, in); scale, low: (out, groups); x: (tokens,
-    in); y: (tokens, out); all but the codes are float32.
+    """y = x Sᵀ for a few tokens. codes: less the middle one, int8 (out, in); scale, centre: (out,
+    groups); x: (tokens, in); y: (tokens, out); all but the codes are float32.
     """
     groups = u64(scale.shape[1])
     group = u64(codes.shape[1]) // max(groups, u64(1))
@@ -31,5 +31,5 @@ def dot_codes(
                 part = np.float32(0)
                 for j in range(g * group, (g + u64(1)) * group):
                     part += np.float32(codes[o, j]) * x[t, j]
-                total += scale[o, g] * part + low[o, g] * totals[t, g]
+                total += scale[o, g] * part + centre[o, g] * totals[t, g]
             y[t, o] = total

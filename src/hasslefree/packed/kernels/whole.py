@@ -213,12 +213,13 @@ class CodesKernel(Kernel):
         operands = prepared.operands
         if operands is None or operands.codes.device != x.device:
             return None
+        scaled = with_input_scale(layer, flat)
         if prepared.takes_few and not traced and takes_few(x):
-            y = operands.few_product(flat)
+            y = operands.few_product(scaled)
             if prepared.factors is not None:
                 prepared.factors.add(flat.contiguous(), y)
         else:
-            y = self._flat_product(operands, layer, flat)
+            y = self._flat_product(operands, layer, flat, scaled)
         return y.view(*x.shape[:-1], layer.out_features)
 
     def _flat_product(
@@ -226,10 +227,14 @@ class CodesKernel(Kernel):
         operands: Int4 | ByteCodes,
         layer: "SparseLowRankLinear",
         x: Tensor,
+        scaled: Tensor,
     ) -> Tensor:
-        """x: (tokens, in) → (tokens, out)."""
+        """x, and what S is multiplied by: (tokens, in) → (tokens, out)."""
         u, v = layer.factors() or (None, None)
-        y = operands.product(x, u, v)
+        if scaled is x:
+            y = operands.product(x, u, v)
+        else:
+            y = add_low_rank(operands.product(scaled), x, u, v)
         bias = layer._parameters["bias"]
         if bias is not None:
             y.add_(bias)
@@ -255,14 +260,15 @@ class CodesKernel(Kernel):
         tensors = layer.tensors()
         spec = layer.spec
         assert spec.grid is not None
-        codes = spec.codes(tensors)
+        codes = layer.codes(tensors)
+        layer.decoded = None
         is_int4 = backend == "int4"
         scale, low = spec.scale_and_low(codes, tensors, rounded=is_int4)
         operands: Int4 | ByteCodes
         if is_int4:
             operands = Int4.of(codes, spec.grid.bits, scale, low)
         else:
-            operands = ByteCodes(codes, scale.float(), low.float())
+            operands = ByteCodes.of(codes, spec.grid.bits, scale, low)
         layer._buffers["weight_packed"] = None
         factors = None
         is_few = False
@@ -291,6 +297,12 @@ class CodesKernel(Kernel):
             with torch.inference_mode(False):  # a buffer that can be changed in place later
                 layer._buffers["weight_packed"] = layer.spec.pack(codes, prepared.index)
         self.prepared = NO_CODES
+
+
+def with_input_scale(layer: "SparseLowRankLinear", x: Tensor) -> Tensor:
+    """x (tokens, in) times the scales of inputs, on an entropy-coded grid; x itself on others."""
+    scale = layer._parameters.get("weight_input_scale")
+    return x if scale is None else x * scale
 
 
 def multiplies_few(layer: "SparseLowRankLinear") -> bool:

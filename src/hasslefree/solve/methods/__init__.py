@@ -121,6 +121,7 @@ def build_method(
     symmetric: bool | None = None,
     offset: bool | None = None,
     scale_bits: int | None = None,
+    coding: str | None = None,
 ) -> Method:
     """The method of this name, with parts of it replaced.
 
@@ -131,6 +132,7 @@ def build_method(
             method's damping, or 0.01 for a method without damping.
         bits, group_size, symmetric, offset, scale_bits: the grid of its pruner; see `Grid`. A
             group size of 0 means one group per row.
+        coding: "entropy" for an entropy-coded grid, whose rate is the bits, with one scale a row.
 
     Raises:
         UnknownNameError: an unknown name.
@@ -152,12 +154,29 @@ def build_method(
     )
     if group_size == 0:
         fields["group"] = None
+    if coding == "entropy":
+        fields = _entropy_coded(fields)
+    elif coding is not None:
+        fields["rate"] = None
     if fields:
         method = _with_fields_of_grid(name, method, fields)
     if not refit:
         return method
     refitted = Refit(method.pruner, damping=0.0 if method.damping else REFIT_DAMPING)
     return dataclasses.replace(method, pruner=refitted)
+
+
+def _entropy_coded(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of an entropy-coded grid of so many bits; GridError about any other field."""
+    others = {"group": "group_size"}
+    unused = [others.get(name, name) for name in fields if name != "bits"]
+    if unused:
+        raise GridError(
+            "an entropy-coded grid has one scale for each row and each input, and no offsets:"
+            f" leave out {', '.join(unused)}, or use {option('coding', 'fixed')}",
+            ("coding", *unused),
+        )
+    return vars(Grid.entropy_coded(float(fields.get("bits", Grid().bits))))
 
 
 def given(**values: Any) -> dict[str, Any]:
@@ -201,10 +220,10 @@ def _with_fields_of_grid(
     if method.grid is None:
         able = ", ".join(other for other, candidate in METHODS.items() if candidate.grid)
         raise GridError(
-            f"method {name!r} does not quantise S: leave out bits, group_size, symmetric, offset"
-            f" and scale_bits, or use method {able}, or {option('method', 'hassle-free')} with"
-            f" {option('pruner', 'gptq')}",
-            ("method", "bits", "group_size", "symmetric", "offset", "scale_bits"),
+            f"method {name!r} does not quantise S: leave out bits, group_size, symmetric, offset,"
+            f" scale_bits and coding, or use method {able}, or"
+            f" {option('method', 'hassle-free')} with {option('pruner', 'gptq')}",
+            ("method", "bits", "group_size", "symmetric", "offset", "scale_bits", "coding"),
         )
     return with_grid(method, dataclasses.replace(method.grid, **fields))
 

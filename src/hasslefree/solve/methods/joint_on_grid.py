@@ -99,6 +99,7 @@ class JointOnGrid(Method):
         passes: the passes of the descent in each turn.
         ranges: the ranges of values that the sweep tries for each group.
         left: d, what H⊥ leaves of the length of the directions that L repairs; 1 for H⊥ = H.
+        relative: as in `SparseGPT`.
     """
 
     grid: Grid = Grid()
@@ -108,6 +109,7 @@ class JointOnGrid(Method):
     passes: Count = 3
     ranges: Positive = 20
     left: Annotated[float, Field(gt=0, le=1)] = 0.1
+    relative: bool = False
 
     def prepare(self, gram: Gram) -> Prepared:
         damped = gram.damped(self.damping)
@@ -156,14 +158,18 @@ class JointOnGrid(Method):
         norm: Norm,
         support: Tensor,
     ) -> Pruned:
-        """Put a target on the grid: a sweep, then descent.
+        """Put a target on the grid: a sweep, then descent, unless the grid is entropy-coded.
+
+        There, descent would gain little, and change how many bits the codes take.
 
         Args:
             target: (out, in), zero off the support.
             support: bool (out, in).
         """
-        sweep = SparseGPT(grid=self.grid, ranges=self.ranges)
+        sweep = SparseGPT(grid=self.grid, ranges=self.ranges, relative=self.relative)
         swept = sweep.prune(target, norm.for_sweep, KnownSupport(support))
+        if self.grid.rate is not None:
+            return swept
         return descend(target, swept, norm.matrix, support, self.passes)
 
     def _joint(self) -> Joint:

@@ -4,12 +4,14 @@ for a given grid.
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Pruned, Pruner
+from hasslefree.solve.at_rate import at_rate
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,9 @@ class RoundToNearest(Pruner):
         prepared: Tensor | None,
         pattern: Pattern,
     ) -> Pruned:
+        if self.grid.rate is not None:
+            widths = torch.ones_like(target[0])
+            return at_rate(self.grid, target, widths, lambda scaling: scaling.nearest(target))
         scaling = self.grid.scaling(target)
         rounded = scaling.nearest(target)
         gain = target.square() - (target - rounded).square()

@@ -12,6 +12,10 @@ from hasslefree.core.grids import Grid, Scaling
 from hasslefree.core.linalg import inverse_factor
 from hasslefree.core.patterns import KnownSupport, Pattern
 from hasslefree.core.protocols import Pruned, Pruner
+from hasslefree.solve.at_rate import at_rate
+
+# The least length of a row over that of all rows, with relative steps.
+SHORTEST = 2.0**-6
 
 
 @dataclass(frozen=True)
@@ -32,13 +36,18 @@ class SparseGPT(Pruner):
             first column, after the updates, as in GPTQ. If the pattern prunes, it is fitted to the
             result of pruning the group without rounding: updates within a group enlarge the entries
             that are kept, and the grid must reach that far.
+            On an entropy-coded grid, the steps of the inputs are proportional to U_jj, and there
+            are a few sweeps until the codes take the bits of the grid (`solve.at_rate`).
         ranges: the number of ranges of values that are tried for each group of less than a row; see
             `Grid.search`. Errors are weighed by their cost in the sweep, 1 / U_jj².
+        relative: on an entropy-coded grid, the steps of a row are in proportion to its root mean
+            square, as rows of an embedding need; otherwise all rows have the same.
     """
 
     block: int = 128
     grid: Grid | None = None
     ranges: int = 1
+    relative: bool = False
 
     def prepare(self, gram: Gram) -> Tensor:
         return inverse_factor(gram.matrix)
@@ -49,7 +58,27 @@ class SparseGPT(Pruner):
         prepared: Tensor,
         pattern: Pattern,
     ) -> Pruned:
-        scaling = self._scaling(target, prepared, pattern)
+        grid = self.grid
+        if grid is None or grid.rate is None:
+            scaling = self._scaling(target, prepared, pattern)
+            return Pruned(self._swept(target, prepared, pattern, scaling), scaling)
+        grid.check(target.shape, pattern)
+        return at_rate(
+            grid,
+            target,
+            prepared.diagonal().abs(),
+            lambda scaling: self._swept(target, prepared, pattern, scaling),
+            lengths(target) if self.relative else None,
+        )
+
+    def _swept(
+        self,
+        target: Tensor,
+        prepared: Tensor,
+        pattern: Pattern,
+        scaling: Scaling | None,
+    ) -> Tensor:
+        """S (out, in), on this scaling. That of groups of less than a row is written."""
         # Columns become rows, (in, out), so that each update runs over contiguous memory.
         columns = target.T.clone(memory_format=torch.contiguous_format)
         width = len(columns)
@@ -63,7 +92,7 @@ class SparseGPT(Pruner):
             sweep = Sweep(pattern.restricted(here, width), start, scaling, self.ranges)
             errors = sweep.run(columns[here], prepared[here, here])
             columns[stop:].addmm_(prepared[here, stop:].T, errors, alpha=-1)
-        return Pruned(columns.T.contiguous(), scaling)
+        return columns.T.contiguous()
 
     def _scaling(
         self,
@@ -81,6 +110,17 @@ class SparseGPT(Pruner):
             return self.grid.empty_scaling(target)
         pruned = replace(self, grid=None).prune(target, prepared, pattern)
         return self.grid.scaling(pruned.sparse)
+
+
+def lengths(matrix: Tensor) -> Tensor:
+    """The root mean squares of the rows of a matrix, in units of their mean: (out,). Rows that are
+    far shorter count as longer.
+    """
+    squares = matrix.square().mean(1)
+    mean = squares.mean()
+    if not mean:
+        return torch.ones_like(squares)
+    return (squares / mean).clamp_min(SHORTEST**2).sqrt()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,179 @@
+"""Codes in as few bits as their frequencies allow, by asymmetric numeral systems (arXiv 0902.0271).
+
+A code c from 0 to 255 is coded as if c − 128 were a Gaussian number that was rounded, with a
+standard deviation that is a product of one of its row and one of its column:
+
+    σ_ij = 2^((row_i + column_j) / 8),    row_i and column_j whole numbers
+
+This is how the weights of trained models are distributed: no mixture of Gaussians that we tried
+takes fewer bits. The stream is words of 32 bits. The first one holds the mean and the spread of the
+rows' and of the columns' numbers. The last ones are the state of the coder, which is a stack: on it
+are, from the top, the numbers of the rows, those of the columns, each as if they were Gaussian, and
+the codes. The words between are zero.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import constriction
+import numpy as np
+import torch
+from torch import Tensor
+
+from hasslefree.errors import GridError
+
+# The code of zero.
+MIDDLE = 128
+# Standard deviations are 2^(k / STEPS − OCTAVES), k = 0, …, CLASSES − 1.
+STEPS = 8
+OCTAVES = 3
+CLASSES = 88
+# Probabilities are multiples of one over this number, and no code has the probability 0.
+PRECISION = 1 << 20
+# What is under everything on the stack: a full state, so that zeros below it are never read.
+BOTTOM = np.array([0, 1], np.uint32)
+# Codes that are coded together: on the way, each takes 16 bytes.
+CHUNK = 1 << 22
+
+
+def words_for_rate(count: int, rate: float) -> int:
+    """The length of the stream of a number of codes at a rate of bits each."""
+    return 4 + math.ceil(count * rate / 32)
+
+
+@functools.cache
+def model(index: int):  # type: ignore[no-untyped-def]
+    """The probabilities of the codes for the k-th standard deviation, as constriction has them.
+
+    They are rounded before they are handed over, so that they are the same on every machine.
+    """
+    deviation = 2 ** (index / STEPS - OCTAVES)
+    edges = [(code - MIDDLE + 0.5) / deviation for code in range(255)]
+    below = np.array([0.0, *((1 + math.erf(edge / math.sqrt(2))) / 2 for edge in edges), 1.0])
+    shares = np.maximum(np.round(np.diff(below) * PRECISION), 1) / PRECISION
+    return constriction.stream.model.Categorical(shares.astype(np.float32), perfect=False)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers of rows or of columns, int64 (n,), as Gaussian ones.
+
+    Args:
+        mean: from −128 to 127.
+        spread: the class of their standard deviation.
+    """
+
+    values: np.ndarray
+    mean: int
+    spread: int
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> "Numbers":
+        mean = round(float(values.mean()))
+        deviation = math.sqrt(float(np.square(values - mean).mean()))
+        return cls(values, mean, int(class_of(number_of(deviation))))
+
+    @property
+    def symbols(self) -> np.ndarray:
+        """What is coded, int32."""
+        return (self.values - self.mean + MIDDLE).clip(0, 255).astype(np.int32)
+
+
+def number_of(deviation):  # type: ignore[no-untyped-def]
+    """The whole numbers of standard deviations, a float or an array: int64."""
+    return np.rint(STEPS * np.log2(np.maximum(deviation, 2.0**-OCTAVES))).astype(np.int64)
+
+
+def class_of(number):  # type: ignore[no-untyped-def]
+    """The index of the model for a number, or for an array of them."""
+    return np.clip(number + STEPS * OCTAVES, 0, CLASSES - 1)
+
+
+def measured(steps: np.ndarray) -> tuple[Numbers, Numbers]:
+    """The numbers of rows and columns of codes − 128, int64 (out, in)."""
+    squares = np.square(steps)
+    columns = Numbers.of(number_of(np.sqrt(squares.mean(0))))
+    values = columns.symbols - MIDDLE + columns.mean  # as they will be read
+    rows = number_of(np.sqrt((squares * 4.0 ** (-values / STEPS)).mean(1)))
+    return Numbers.of(rows), columns
+
+
+def chunks(rows: np.ndarray, columns: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
+    """The rows that are coded together, and the classes of their codes, uint8 (rows, in)."""
+    height = max(1, CHUNK // max(1, len(columns)))
+    for start in range(0, len(rows), height):
+        part = slice(start, start + height)
+        yield part, class_of(rows[part, None] + columns).astype(np.uint8)
+
+
+def encode(codes: Tensor, words: int | None = None) -> Tensor:
+    """Code a matrix.
+
+    Args:
+        codes: uint8 (out, in).
+        words: the length of the stream; None for the least possible.
+
+    Returns:
+        The stream, int32 (words,).
+
+    Raises:
+        GridError: the codes need more words.
+    """
+    matrix = codes.cpu().numpy()
+    rows, columns = measured(matrix.astype(np.int64) - MIDDLE)
+    coder = constriction.stream.stack.AnsCoder(BOTTOM)
+    parts = list(chunks(rows.symbols - MIDDLE + rows.mean, columns.symbols - MIDDLE + columns.mean))
+    for part, classes in reversed(parts):
+        order = np.argsort(classes, axis=None, kind="stable")
+        symbols = matrix[part].reshape(-1)[order].astype(np.int32)
+        ends = np.cumsum(np.bincount(classes.reshape(-1), minlength=CLASSES))
+        for index in reversed(range(CLASSES)):
+            start = ends[index - 1] if index else 0
+            if ends[index] > start:
+                coder.encode_reverse(symbols[start : ends[index]], model(index))
+    coder.encode_reverse(columns.symbols, model(columns.spread))
+    coder.encode_reverse(rows.symbols, model(rows.spread))
+    stacked = coder.get_compressed()
+    if words is None:
+        words = 1 + len(stacked)
+    if words < 1 + len(stacked):
+        raise GridError(
+            f"the codes take {32 * (1 + len(stacked))} bits, and there is room for {32 * words};"
+            " give the grid a higher rate"
+        )
+    stream = np.zeros(words, np.uint32)
+    header = np.array([rows.mean, rows.spread, columns.mean, columns.spread], np.int64)
+    stream[:1] = header.astype(np.uint8).view("<u4")
+    stream[words - len(stacked) :] = stacked
+    return torch.from_numpy(stream.view(np.int32))
+
+
+def decode(stream: Tensor, shape: tuple[int, int]) -> Tensor:
+    """The inverse of `encode`: int32 (words,) → uint8 (out, in) on the device of the stream.
+
+    Raises:
+        GridError: `encode` writes no such stream.
+    """
+    words = stream.cpu().numpy().view(np.uint32)
+    header = words[:1].view(np.uint8).astype(np.int64)
+    try:
+        coder = constriction.stream.stack.AnsCoder(words[1:])
+    except ValueError as error:
+        raise GridError(f"the entropy-coded codes are damaged: {error}") from None
+    numbers: list[np.ndarray] = []
+    for length, mean, spread in zip(shape, header[::2], header[1::2], strict=True):
+        symbols = coder.decode(model(min(int(spread), CLASSES - 1)), length)
+        numbers.append(symbols - MIDDLE + (int(mean) + 128) % 256 - 128)
+    codes = np.empty(shape, np.uint8)
+    for part, classes in chunks(*numbers):
+        order = np.argsort(classes, axis=None, kind="stable")
+        counts = np.bincount(classes.reshape(-1), minlength=CLASSES)
+        symbols = [
+            coder.decode(model(index), int(count)) for index, count in enumerate(counts) if count
+        ]
+        flat = np.empty(classes.size, np.uint8)
+        flat[order] = np.concatenate(symbols)
+        codes[part] = flat.reshape(classes.shape)
+    return torch.from_numpy(codes).to(stream.device)
