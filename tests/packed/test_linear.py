@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 import hasslefree
-from hasslefree import Gram, Grid, Prune, SparseGPT, SparseLowRankLinear, use_backend
+from hasslefree import Gram, Grid, JointOnGrid, Prune, SparseGPT, SparseLowRankLinear, use_backend
 from hasslefree.core.factors import CodedFactors, nearest
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.protocols import Decomposition
@@ -461,3 +461,21 @@ def test_a_copy_of_a_layer_has_arrays_of_its_own():
 def test_the_backend_of_what_is_no_model_or_no_name(model, backend):
     with pytest.raises(ArgumentError, match="(model|backend) must be"):
         hasslefree.use_backend(model, backend)
+
+
+def test_codes_of_another_stream_are_not_those_of_the_one_before():
+    """Also if it lies at the same address, as after a state dict is assigned."""
+    layers = []
+    for seed in (0, 1):
+        weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(seed))
+        method = JointOnGrid(Grid.entropy_coded(4.0))
+        found = hasslefree.decompose(weight, pattern="dense", rank=0, method=method)
+        layers.append(SparseLowRankLinear.from_decomposition(found, None, "dense"))
+    one = copy.deepcopy(layers[0])
+    memory = one.weight_packed.numpy().copy()
+    for layer in layers:
+        memory[:] = layer.weight_packed.numpy()
+        tensors = {name: tensor.detach().clone() for name, tensor in layer.state_dict().items()}
+        one.load_state_dict(tensors | {"weight_packed": torch.from_numpy(memory)}, assign=True)
+        assert torch.equal(one.unpacked(), layer.unpacked())
+    assert one.decoded[0].data_ptr() == memory.ctypes.data

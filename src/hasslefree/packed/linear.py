@@ -65,8 +65,9 @@ class SparseLowRankLinear(nn.Module):
         self.backend: str | None = None
         # S unpacked, for calls without gradients, while the caller promises not to change S.
         self.unpacked_copy: Tensor | None = None
-        # Codes that were entropy-coded, and the key of their stream.
-        self.decoded: tuple[tuple[int, int], Tensor] | None = None
+        # A stream of entropy-coded codes, its version, and the codes. While it is held, no other
+        # stream can be taken for it.
+        self.decoded: tuple[Tensor, int, Tensor] | None = None
         # S + u v, which replaces all tensors but the bias while gradients are computed.
         self.merged_weight: Tensor | None = None
         # The values of coded factors while they are trained, by name.
@@ -153,12 +154,12 @@ class SparseLowRankLinear(nn.Module):
         if self.spec.grid.rate is None:
             return self.spec.codes(tensors)
         stream = tensors["weight_packed"]
-        key = (stream.data_ptr(), 0 if stream.is_inference() else stream._version)
+        version = 0 if stream.is_inference() else stream._version
         decoded = self.decoded
-        if decoded is None or decoded[0] != key:
-            decoded = (key, self.spec.codes(tensors))
+        if decoded is None or decoded[0] is not stream or decoded[1] != version:
+            decoded = (stream, version, self.spec.codes(tensors))
             self.decoded = decoded
-        return decoded[1]
+        return decoded[2]
 
     def rows(self, selected: Tensor) -> Tensor:
         """Some rows of a complete S on a grid: indices (rows,) → (rows, in).
@@ -175,23 +176,28 @@ class SparseLowRankLinear(nn.Module):
         with self.kernel.lock():
             for name in self.spec.sparse_tensors():
                 stored = getattr(self, name)
-                if stored is None:
-                    continue
-                of_rows = name != "weight_input_scale"
-                if name == "weight_packed" and self.spec.grid.rate is not None:
-                    stored = self.codes({name: stored})
-                tensors[name] = stored.index_select(0, selected) if of_rows else stored
-            if "weight_packed" not in tensors:
-                assert isinstance(self.kernel, CodesKernel)
-                codes = self.kernel.codes_of_rows(selected)
-            elif self.spec.grid.rate is not None:
-                codes = tensors["weight_packed"]
-            else:
-                bits = self.spec.grid.bits
-                codes = unpack_codes(tensors["weight_packed"], bits, self.in_features)
+                if name == "weight_packed":
+                    codes = self._codes_of_rows(stored, selected)
+                elif name == "weight_input_scale":
+                    tensors[name] = stored
+                else:
+                    tensors[name] = stored.index_select(0, selected)
         shape = (len(selected), self.in_features)
         spec = dataclasses.replace(self.spec, shape=shape, nonzeros=shape[0] * shape[1])
         return spec.values(codes, tensors)
+
+    def _codes_of_rows(self, stored: Tensor | None, selected: Tensor) -> Tensor:
+        """Codes of rows, uint8 (rows, in). stored: the codes of all; None if the kernel has taken
+        them.
+        """
+        grid = self.spec.grid
+        assert grid is not None
+        if stored is None:
+            assert isinstance(self.kernel, CodesKernel)
+            return self.kernel.codes_of_rows(selected)
+        if grid.rate is not None:
+            return self.codes({"weight_packed": stored}).index_select(0, selected)
+        return unpack_codes(stored.index_select(0, selected), grid.bits, self.in_features)
 
     def support(self) -> Tensor:
         """The positions of the stored values, which are in row-major order: (out, in) bool."""
@@ -222,7 +228,7 @@ class SparseLowRankLinear(nn.Module):
     def held_bytes(self) -> int:
         """Bytes in memory beside the parameters and buffers: of a kernel and of unpacked copies."""
         copy = 0 if self.unpacked_copy is None else self.unpacked_copy.nbytes
-        codes = 0 if self.decoded is None else self.decoded[1].nbytes
+        codes = 0 if self.decoded is None else self.decoded[2].nbytes
         return self.kernel.bytes + codes + copy
 
     def forward(self, x: Tensor) -> Tensor:
