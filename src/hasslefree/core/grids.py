@@ -324,11 +324,18 @@ class Grid(Checked):
         return Levels(self, scale, zero)
 
     def scaling(self, matrix: Tensor) -> "Scaling":
-        """Scales and zeros that suit a matrix (out, in); GridError if the groups do not divide its
-        inputs.
+        """Scales and zeros that suit a matrix (out, in).
+
+        Raises:
+            GridError: the groups do not divide its inputs, or the grid is entropy-coded.
         """
         self.check(matrix.shape)
-        assert self.rate is None  # its scales depend on the codes: `solve.at_rate`
+        if self.rate is not None:
+            raise GridError(
+                "the scales of an entropy-coded grid depend on the codes; use"
+                " hasslefree.decompose with JointOnGrid(grid)",
+                ("rate",),
+            )
         storage = self.storage_for(matrix)
         levels = self.fit(self._by_group(matrix), storage)
         return Scaling(self, levels.scale.squeeze(-1), levels.zero.squeeze(-1), storage)
