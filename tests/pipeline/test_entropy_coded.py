@@ -59,7 +59,7 @@ def test_bits_without_a_size_are_those_of_every_layer(tmp_path):
     recipe = Recipe(bits=5, rank=2, coding="entropy", effort="fast")
     record = hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments())
     assert {(layer.spec.grid.rate, layer.spec.rank) for layer in record.layers} == {(5.0, 2)}
-    assert "rounded to 5.0 bits" in (tmp_path / "out" / "README.md").read_text()
+    assert "rounded to 5 bits" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_errors_between_measured_rates_are_interpolated():

@@ -8,8 +8,10 @@ from hasslefree import Grid
 from hasslefree.checkpoint.entries import Entry, checksum
 from hasslefree.core.factors import nearest
 from hasslefree.core.grids import Quantised
+from hasslefree.core.patterns import KnownSupport
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.packed.storage import pack_sparse
+from hasslefree.solve.pruners.diagonal import RoundToNearest
 
 # How a layer may be stored: pattern, grid, bits of the factors.
 KINDS = {
@@ -24,6 +26,7 @@ KINDS = {
     "dense, int4": ("dense", Grid(bits=4, group=16, symmetric=False), None),
     "dense, offsets": ("dense", Grid(bits=4, group=32, offset=True), None),
     "dense, rows": ("dense", Grid(bits=4, group=None), None),
+    "dense, entropy-coded": ("dense", Grid.entropy_coded(5.0), None),
     "2:4, int8": ("2:4", Grid(bits=8, group=16, symmetric=True), None),
 }
 
@@ -57,7 +60,11 @@ def layer_of(kind, shape, rank, seed=0):
         sparse = sparse * (torch.rand(shape, generator=generator) < 0.5)
     quantised = None
     if grid is not None:
-        quantised = Quantised.of(sparse, grid.scaling(sparse), torch.float32)
+        if grid.rate is None:
+            scaling = grid.scaling(sparse)
+        else:
+            scaling = RoundToNearest(grid).prune(sparse, None, KnownSupport(sparse.bool())).scaling
+        quantised = Quantised.of(sparse, scaling, torch.float32)
         sparse = torch.where(sparse != 0, quantised.values(), 0.0)
     tensors, nonzeros = pack_sparse(pattern, sparse, quantised)
     matrix = sparse.double()

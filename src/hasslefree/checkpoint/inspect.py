@@ -200,7 +200,7 @@ def cells(layers: Sequence[LayerSize], columns: Sequence[str]) -> list[str]:
     figures = {
         "pattern": patterns.pop() if len(patterns) == 1 else "",
         "layers": str(len(layers)),
-        "bits": span(bits) if bits else "",
+        "bits": span(bits, "{:g}") if bits else "",
         "rank": span([layer.spec.rank for layer in layers]),
         "relative error": span(errors, "{:.2g}") if errors else "",
         "bytes": size(stored),

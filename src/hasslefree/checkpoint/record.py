@@ -237,7 +237,7 @@ class Record:
         if self.patterns:
             done.append(f"pruned ({', '.join(self.patterns)})")
         if self.bits:
-            done.append(f"rounded to {span(self.bits)} bits")
+            done.append(f"rounded to {span(self.bits, '{:g}')} bits")
         text = f"{len(self.layers)} matrices were {' and '.join(done)}"
         if self.ranks:
             text += f", and corrected by a low-rank matrix of rank {span(self.ranks)}"

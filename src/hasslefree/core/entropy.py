@@ -5,17 +5,17 @@ standard deviation that is a product of one of its row and one of its column:
 
     σ_ij = 2^((row_i + column_j) / 8),    row_i and column_j whole numbers
 
-This is how the weights of trained models are distributed: no mixture of Gaussians that we tried
-takes fewer bits. The stream is words of 32 bits. The first one holds the mean and the spread of the
-rows' and of the columns' numbers. The last ones are the state of the coder, which is a stack: on it
-are, from the top, the numbers of the rows, those of the columns, each as if they were Gaussian, and
-the codes. The words between are zero.
+Weights of trained models are nearly distributed so. The stream is words of 32 bits. The first one
+holds the mean and the spread of the rows' and of the columns' numbers. The last ones are the state
+of the coder, which is a stack: on it are, from the top, the numbers of the rows, those of the
+columns, each as if they were Gaussian, and the codes. The words between are zero.
 """
 
 import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import constriction
 import numpy as np
@@ -44,7 +44,7 @@ def words_for_rate(count: int, rate: float) -> int:
 
 
 @functools.cache
-def model(index: int):  # type: ignore[no-untyped-def]
+def model(index: int) -> Any:
     """The probabilities of the codes for the k-th standard deviation, as constriction has them.
 
     They are rounded before they are handed over, so that they are the same on every machine.
@@ -58,9 +58,10 @@ def model(index: int):  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers of rows or of columns, int64 (n,), as Gaussian ones.
+    """The numbers of rows or of columns as Gaussian ones.
 
     Args:
+        values: int64 (n,), from mean − 128 to mean + 127.
         mean: from −128 to 127.
         spread: the class of their standard deviation.
     """
@@ -73,21 +74,22 @@ class Numbers:
     def of(cls, values: np.ndarray) -> "Numbers":
         mean = round(float(values.mean()))
         deviation = math.sqrt(float(np.square(values - mean).mean()))
-        return cls(values, mean, int(class_of(number_of(deviation))))
+        spread = class_of(number_of(np.array(deviation)))
+        return cls(values.clip(mean - 128, mean + 127), mean, int(spread))
 
     @property
     def symbols(self) -> np.ndarray:
         """What is coded, int32."""
-        return (self.values - self.mean + MIDDLE).clip(0, 255).astype(np.int32)
+        return (self.values - self.mean + MIDDLE).astype(np.int32)
 
 
-def number_of(deviation):  # type: ignore[no-untyped-def]
-    """The whole numbers of standard deviations, a float or an array: int64."""
+def number_of(deviation: np.ndarray) -> np.ndarray:
+    """The whole numbers of standard deviations, int64."""
     return np.rint(STEPS * np.log2(np.maximum(deviation, 2.0**-OCTAVES))).astype(np.int64)
 
 
-def class_of(number):  # type: ignore[no-untyped-def]
-    """The index of the model for a number, or for an array of them."""
+def class_of(number: np.ndarray) -> np.ndarray:
+    """The indices of the models of numbers."""
     return np.clip(number + STEPS * OCTAVES, 0, CLASSES - 1)
 
 
@@ -95,8 +97,7 @@ def measured(steps: np.ndarray) -> tuple[Numbers, Numbers]:
     """The numbers of rows and columns of codes − 128, int64 (out, in)."""
     squares = np.square(steps)
     columns = Numbers.of(number_of(np.sqrt(squares.mean(0))))
-    values = columns.symbols - MIDDLE + columns.mean  # as they will be read
-    rows = number_of(np.sqrt((squares * 4.0 ** (-values / STEPS)).mean(1)))
+    rows = number_of(np.sqrt((squares * 4.0 ** (-columns.values / STEPS)).mean(1)))
     return Numbers.of(rows), columns
 
 
@@ -116,7 +117,7 @@ def encode(codes: Tensor, words: int | None = None) -> Tensor:
         words: the length of the stream; None for the least possible.
 
     Returns:
-        The stream, int32 (words,).
+        The stream, int32 (words,), on the device of the codes.
 
     Raises:
         GridError: the codes need more words.
@@ -124,8 +125,7 @@ def encode(codes: Tensor, words: int | None = None) -> Tensor:
     matrix = codes.cpu().numpy()
     rows, columns = measured(matrix.astype(np.int64) - MIDDLE)
     coder = constriction.stream.stack.AnsCoder(BOTTOM)
-    parts = list(chunks(rows.symbols - MIDDLE + rows.mean, columns.symbols - MIDDLE + columns.mean))
-    for part, classes in reversed(parts):
+    for part, classes in reversed(list(chunks(rows.values, columns.values))):
         order = np.argsort(classes, axis=None, kind="stable")
         symbols = matrix[part].reshape(-1)[order].astype(np.int32)
         ends = np.cumsum(np.bincount(classes.reshape(-1), minlength=CLASSES))
@@ -147,7 +147,7 @@ def encode(codes: Tensor, words: int | None = None) -> Tensor:
     header = np.array([rows.mean, rows.spread, columns.mean, columns.spread], np.int64)
     stream[:1] = header.astype(np.uint8).view("<u4")
     stream[words - len(stacked) :] = stacked
-    return torch.from_numpy(stream.view(np.int32))
+    return torch.from_numpy(stream.view(np.int32)).to(codes.device)
 
 
 def decode(stream: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasslefree.core.entropy import decode, encode, words_for_rate
+from hasslefree.core.entropy import decode, words_for_rate
 from hasslefree.core.factors import factor_tensors
 from hasslefree.core.gram import working_dtype
 from hasslefree.core.grids import Grid
 from hasslefree.packed.layouts import Layout, layout_of, support_of
-from hasslefree.packed.storage import pack_codes, unpack_codes, words_for
+from hasslefree.packed.storage import pack_on_grid, unpack_codes, words_for
 from hasslefree.validation import Count, Positive
 
 # Tensors by name, with their shapes and dtypes; None is the model's dtype.
@@ -159,12 +159,9 @@ class LayerSpec:
             index: the positions of the stored codes.
         """
         assert self.grid is not None
-        if self.grid.rate is not None:
-            stream = encode(codes, words_for_rate(codes.numel(), self.grid.rate))
-            return stream.to(codes.device)
         if self.nonzeros < self.dense_parameters:
             codes = codes.masked_select(self.support(index))
-        return pack_codes(codes.view(self._stored_shape()), self.grid.bits)
+        return pack_on_grid(codes.view(self._stored_shape()), self.grid)
 
     def _stored_shape(self) -> tuple[int, ...]:
         """The shape of the stored values or codes."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hasslefree.core.entropy import encode, words_for_rate
-from hasslefree.core.grids import Quantised, Scaling
+from hasslefree.core.grids import Grid, Quantised, Scaling
 from hasslefree.core.scales import Multiples
 from hasslefree.packed.layouts import layout_of, pack_bits, support_of, unpack_bits
 
@@ -48,15 +48,17 @@ def pack_sparse(
         return {"values": values, layout.index: index}, values.numel()
     is_stored = support_of(layout, values.shape, index, sparse.shape[1])
     codes = quantised.codes.masked_select(is_stored).view(values.shape)
-    grid = quantised.scaling.grid
-    if grid.rate is None:
-        packed = pack_codes(codes, grid.bits)
-    else:
-        packed = encode(quantised.codes, words_for_rate(codes.numel(), grid.rate))
-    tensors = {"weight_packed": packed.to(sparse.device)}
+    tensors = {"weight_packed": pack_on_grid(codes, quantised.scaling.grid)}
     tensors |= pack_scaling(quantised.scaling)
     tensors[layout.index] = index
     return tensors, values.numel()
+
+
+def pack_on_grid(codes: Tensor, grid: Grid) -> Tensor:
+    """The codes of a grid, uint8 (…, n), as `weight_packed`."""
+    if grid.rate is None:
+        return pack_codes(codes, grid.bits)
+    return encode(codes, words_for_rate(codes.numel(), grid.rate))
 
 
 def pack_scaling(scaling: Scaling) -> dict[str, Tensor]:

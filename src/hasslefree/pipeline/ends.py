@@ -121,9 +121,10 @@ def compress_end(job: Job, end: End, plan: LayerPlan, gram: Gram) -> Done:
         with memory_errors(f"compress {end.name}", weight.device):
             prepared = method.prepare(gram)
             parts: list[Decomposition] = []
-            for rows in weight.split(rows_at_once(plan)):
+            weights = weight.split(rows_at_once(plan))
+            for rows in weights:
                 parts.append(solve_layer(rows, gram, method, prepared, plan.kept, 0, seed=0))
-        result = joined(parts, weight.split(rows_at_once(plan)), gram)
+        result = joined(parts, weights, gram)
         layer = end.kind.from_decomposition(result, getattr(module, "bias", None), plan.pattern)
     seconds = time.perf_counter() - start
     return layer, LayerRecord.of(end.name, layer.spec, result, seconds, layer.stored_bytes)
@@ -137,8 +138,6 @@ def joined(parts: list[Decomposition], weights: Sequence[Tensor], gram: Gram) ->
     Args:
         weights: the rows of each part, (rows, in).
     """
-    if len(parts) == 1:
-        return parts[0]
     wide = working_dtype(weights[0])
     norms = torch.tensor([gram.loss(rows.to(wide)) for rows in weights]).double()
     errors = torch.tensor([part.relative_error for part in parts]).double()

@@ -156,7 +156,7 @@ def advice_table(advice: Sequence[Advice]) -> Table:
         ["bits and ranks"], headings, "what the size is expected to lose, before any training"
     )
     for number, choice in enumerate(advice):
-        bits = span(choice.bits) if choice.bits else ""
+        bits = span(choice.bits, "{:g}") if choice.bits else ""
         kind = "uniform" if number else "by layer"
         choices.add_row(
             kind, bits, span(choice.rank), size(choice.bytes), f"{choice.divergence:.3g}"

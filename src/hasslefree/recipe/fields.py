@@ -108,8 +108,8 @@ class Fields:
     unless the engine needs floats; otherwise 16)."""
     coding: Literal["fixed", "entropy"] | None = declared(None, GRID)
     """How the file stores the codes of a grid: fixed (all with the same bits) or entropy (frequent
-    codes in fewer bits, with one scale for each row and each input: the smallest file at a given
-    loss, one byte for each weight in memory; for transformers) (default: fixed)."""
+    codes in fewer bits, with a scale for each row and each input: a smaller file at the same loss,
+    but a byte for each weight in memory; for transformers) (default: fixed)."""
     factor_bits: int | None = declared(None, GRID)
     """8 to store both factors of L as int8 (default: 8 for joint with a size, otherwise the
     model's dtype)."""

@@ -142,13 +142,12 @@ class Resolved(Fields):
 
     @property
     def fixed_rank(self) -> int | None:
-        """The rank of every layer within a size; None if it is to be chosen.
-
-        Where codes are entropy-coded, bytes gain more as bits.
+        """The rank of every layer within a size; None if it is to be chosen. Beside entropy-coded
+        codes it is not chosen.
         """
         if isinstance(self.solver, Prune):
             return 0
-        if self.solver.grid is not None and self.solver.grid.rate is not None:
+        if self.coding == "entropy":
             return self.rank or 0
         return self.rank
 

@@ -50,7 +50,7 @@ def at_rate(
     words = words_for_rate(target.numel(), grid.rate)
     widths = widths / widths.log().mean().exp()
     if heights is None:
-        heights = torch.ones_like(target[:, 0])
+        heights = target.new_ones(len(target))
     deviations = (target / heights.unsqueeze(1)).square().mean(0).sqrt()
     spread = (deviations / widths).clamp_min(torch.finfo(target.dtype).tiny)
     step = spread.log2().mean().item() + GAUSSIAN - grid.rate

@@ -173,14 +173,14 @@ def variables_of_sparse(layer: SparseLowRankLinear, scale: Tensor) -> Iterator[V
     groups = 1 if stored.ndim == 1 else stored.shape[1]
     unit = scale.view(groups, -1).square().mean(1).sqrt()
     steps = plain(stored, unit)
-    if grid.rate is None:
-        steps.store = storing(stored, grid)
-    yield steps
     if grid.rate is not None:
+        yield steps
         codes = layer.codes(layer.tensors()).to(scale.dtype) - MIDDLE
-        yield plain(
-            layer.get_parameter("weight_input_scale"), scale * codes.square().mean(0).sqrt()
-        )
+        added = scale * codes.square().mean(0).sqrt()
+        yield plain(layer.get_parameter("weight_input_scale"), added)
+        return
+    steps.store = storing(stored, grid)
+    yield steps
     if grid.offset:
         offset = layer.get_parameter("weight_offset")
         middle = middle_of(layer)

@@ -157,7 +157,7 @@ def build_method(
     if coding == "entropy":
         fields = _entropy_coded(fields)
     elif coding is not None:
-        fields["rate"] = None
+        fields["rate"] = None  # asks for a grid, like the other fields
     if fields:
         method = _with_fields_of_grid(name, method, fields)
     if not refit:

@@ -158,9 +158,8 @@ class JointOnGrid(Method):
         norm: Norm,
         support: Tensor,
     ) -> Pruned:
-        """Put a target on the grid: a sweep, then descent, unless the grid is entropy-coded.
-
-        There, descent would gain little, and change how many bits the codes take.
+        """Put a target on the grid: a sweep, then descent, unless the grid is entropy-coded, where
+        descent would change how many bits the codes take.
 
         Args:
             target: (out, in), zero off the support.

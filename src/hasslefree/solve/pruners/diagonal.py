@@ -4,7 +4,6 @@ for a given grid.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from hasslefree.core.gram import Gram
@@ -71,7 +70,7 @@ class RoundToNearest(Pruner):
         pattern: Pattern,
     ) -> Pruned:
         if self.grid.rate is not None:
-            widths = torch.ones_like(target[0])
+            widths = target.new_ones(target.shape[1])
             return at_rate(self.grid, target, widths, lambda scaling: scaling.nearest(target))
         scaling = self.grid.scaling(target)
         rounded = scaling.nearest(target)
