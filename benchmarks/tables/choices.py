@@ -159,12 +159,12 @@ SETTINGS = (
     ("**the default size and effort**", "5.2bits, balanced", ""),
     ("no fine-tuning", "5.2bits, fast", "--effort fast"),
     (
-        "closest in this size, with a byte a weight in memory",
+        "closer to dense in the same file, for more memory",
         "5.2bits, fast, entropy-coded",
         "--coding entropy --effort fast",
     ),
     ("smaller", "4.3bits, best", "--size 4.3bits --effort best"),
-    ("smallest", "3.54bits, fast, entropy-coded", "--size 3.54bits --coding entropy --effort fast"),
+    ("smallest file", "3.54bits, fast, entropy-coded", "--size 3.54bits --coding entropy --effort fast"),
 )
 
 
