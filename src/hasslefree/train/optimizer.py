@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasslefree.core.entropy import MIDDLE
+from hasslefree.core.coder import MIDDLE
 from hasslefree.core.factors import nearest
 from hasslefree.core.gram import working_dtype
 from hasslefree.core.grids import Grid
@@ -176,8 +176,10 @@ def variables_of_sparse(layer: SparseLowRankLinear, scale: Tensor) -> Iterator[V
     if grid.rate is not None:
         yield steps
         codes = layer.codes(layer.tensors()).to(scale.dtype) - MIDDLE
-        added = scale * codes.square().mean(0).sqrt()
-        yield plain(layer.get_parameter("weight_input_scale"), added)
+        deviation = codes.square().mean(0).sqrt()
+        # The scale of an input whose codes are all zero changes nothing.
+        unit = scale * deviation.where(deviation > 0, 1)
+        yield plain(layer.get_parameter("weight_input_scale"), unit)
         return
     steps.store = storing(stored, grid)
     yield steps
