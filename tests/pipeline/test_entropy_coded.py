@@ -103,3 +103,11 @@ def test_engines_refuse_the_folder(to, tmp_path):
     hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments())
     with pytest.raises(ModelError, match=r"cannot hold layer .* entropy-coded, 5 bits exactly"):
         hasslefree.export(tmp_path / "out", tmp_path / "there", to=to)
+
+
+def test_bits_alone_say_all():
+    """No size is left to reach, and no rank to choose; a ratio says the rank."""
+    resolved = Recipe(coding="entropy", bits=4).resolve()
+    assert (resolved.size, resolved.rank, resolved.allocate) == (None, 0, "uniform")
+    resolved = Recipe(coding="entropy").resolve()
+    assert (resolved.size, resolved.fixed_rank, resolved.allocate) == ("5.2bits", 0, "error")
