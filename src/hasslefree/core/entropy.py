@@ -11,27 +11,17 @@ of the coder, which is a stack: on it are, from the top, the numbers of the rows
 columns, each as if they were Gaussian, and the codes. The words between are zero.
 """
 
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import constriction
 import numpy as np
 import torch
 from torch import Tensor
 
+from hasslefree.core.coder import CLASSES, MIDDLE, OCTAVES, STEPS, stack_on
 from hasslefree.errors import GridError
 
-# The code of zero.
-MIDDLE = 128
-# Standard deviations are 2^(k / STEPS − OCTAVES), k = 0, …, CLASSES − 1.
-STEPS = 8
-OCTAVES = 3
-CLASSES = 88
-# Probabilities are multiples of one over this number, and no code has the probability 0.
-PRECISION = 1 << 20
 # What is under everything on the stack: a full state, so that zeros below it are never read.
 BOTTOM = np.array([0, 1], np.uint32)
 # Codes that are coded together: on the way, each takes 16 bytes.
@@ -41,19 +31,6 @@ CHUNK = 1 << 22
 def words_for_rate(count: int, rate: float) -> int:
     """The length of the stream of a number of codes at a rate of bits each."""
     return 4 + math.ceil(count * rate / 32)
-
-
-@functools.cache
-def model(index: int) -> Any:
-    """The probabilities of the codes for the k-th standard deviation, as constriction has them.
-
-    They are rounded before they are handed over, so that they are the same on every machine.
-    """
-    deviation = 2 ** (index / STEPS - OCTAVES)
-    edges = [(code - MIDDLE + 0.5) / deviation for code in range(255)]
-    below = np.array([0.0, *((1 + math.erf(edge / math.sqrt(2))) / 2 for edge in edges), 1.0])
-    shares = np.maximum(np.round(np.diff(below) * PRECISION), 1) / PRECISION
-    return constriction.stream.model.Categorical(shares.astype(np.float32), perfect=False)
 
 
 @dataclass(frozen=True)
@@ -79,8 +56,13 @@ class Numbers:
 
     @property
     def symbols(self) -> np.ndarray:
-        """What is coded, int32."""
-        return (self.values - self.mean + MIDDLE).astype(np.int32)
+        """What is coded, uint8."""
+        return (self.values - self.mean + MIDDLE).astype(np.uint8)
+
+    @property
+    def classes(self) -> np.ndarray:
+        """By what it is coded, uint8."""
+        return np.full(len(self.values), self.spread, np.uint8)
 
 
 def number_of(deviation: np.ndarray) -> np.ndarray:
@@ -89,12 +71,12 @@ def number_of(deviation: np.ndarray) -> np.ndarray:
 
 
 def class_of(number: np.ndarray) -> np.ndarray:
-    """The indices of the models of numbers."""
+    """The classes of numbers."""
     return np.clip(number + STEPS * OCTAVES, 0, CLASSES - 1)
 
 
 def measured(steps: np.ndarray) -> tuple[Numbers, Numbers]:
-    """The numbers of rows and columns of codes − 128, int64 (out, in)."""
+    """The numbers of rows and columns of codes − 128, int32 (out, in)."""
     squares = np.square(steps)
     columns = Numbers.of(number_of(np.sqrt(squares.mean(0))))
     rows = number_of(np.sqrt((squares * 4.0 ** (-columns.values / STEPS)).mean(1)))
@@ -104,6 +86,8 @@ def measured(steps: np.ndarray) -> tuple[Numbers, Numbers]:
 def chunks(rows: np.ndarray, columns: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
     """The rows that are coded together, and the classes of their codes, uint8 (rows, in)."""
     height = max(1, CHUNK // max(1, len(columns)))
+    rows = rows.astype(np.int16)
+    columns = columns.astype(np.int16)
     for start in range(0, len(rows), height):
         part = slice(start, start + height)
         yield part, class_of(rows[part, None] + columns).astype(np.uint8)
@@ -123,19 +107,13 @@ def encode(codes: Tensor, words: int | None = None) -> Tensor:
         GridError: the codes need more words.
     """
     matrix = codes.cpu().numpy()
-    rows, columns = measured(matrix.astype(np.int64) - MIDDLE)
-    coder = constriction.stream.stack.AnsCoder(BOTTOM)
+    rows, columns = measured(matrix.astype(np.int32) - MIDDLE)
+    stack = stack_on(BOTTOM)
     for part, classes in reversed(list(chunks(rows.values, columns.values))):
-        order = np.argsort(classes, axis=None, kind="stable")
-        symbols = matrix[part].reshape(-1)[order].astype(np.int32)
-        ends = np.cumsum(np.bincount(classes.reshape(-1), minlength=CLASSES))
-        for index in reversed(range(CLASSES)):
-            start = ends[index - 1] if index else 0
-            if ends[index] > start:
-                coder.encode_reverse(symbols[start : ends[index]], model(index))
-    coder.encode_reverse(columns.symbols, model(columns.spread))
-    coder.encode_reverse(rows.symbols, model(rows.spread))
-    stacked = coder.get_compressed()
+        stack.push(matrix[part].reshape(-1), classes.reshape(-1))
+    for numbers in (columns, rows):
+        stack.push(numbers.symbols, numbers.classes)
+    stacked = stack.words()
     if words is None:
         words = 1 + len(stacked)
     if words < 1 + len(stacked):
@@ -159,21 +137,14 @@ def decode(stream: Tensor, shape: tuple[int, int]) -> Tensor:
     words = stream.cpu().numpy().view(np.uint32)
     header = words[:1].view(np.uint8).astype(np.int64)
     try:
-        coder = constriction.stream.stack.AnsCoder(words[1:])
+        stack = stack_on(words[1:])
     except ValueError as error:
         raise GridError(f"the entropy-coded codes are damaged: {error}") from None
     numbers: list[np.ndarray] = []
     for length, mean, spread in zip(shape, header[::2], header[1::2], strict=True):
-        symbols = coder.decode(model(min(int(spread), CLASSES - 1)), length)
-        numbers.append(symbols - MIDDLE + (int(mean) + 128) % 256 - 128)
+        symbols = stack.pop(np.full(length, min(int(spread), CLASSES - 1), np.uint8))
+        numbers.append(symbols.astype(np.int64) - MIDDLE + (int(mean) + 128) % 256 - 128)
     codes = np.empty(shape, np.uint8)
     for part, classes in chunks(*numbers):
-        order = np.argsort(classes, axis=None, kind="stable")
-        counts = np.bincount(classes.reshape(-1), minlength=CLASSES)
-        symbols = [
-            coder.decode(model(index), int(count)) for index, count in enumerate(counts) if count
-        ]
-        flat = np.empty(classes.size, np.uint8)
-        flat[order] = np.concatenate(symbols)
-        codes[part] = flat.reshape(classes.shape)
+        codes[part] = stack.pop(classes.reshape(-1)).reshape(classes.shape)
     return torch.from_numpy(codes).to(stream.device)

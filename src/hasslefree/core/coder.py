@@ -1,0 +1,99 @@
+"""A stack of symbols from 0 to 255 that are coded by their probabilities: an asymmetric numeral
+system (arXiv 0902.0271) with a state of 64 bits, which sheds and takes words of 32.
+
+A symbol has one of `CLASSES` models, that of its class: a Gaussian number around 128 with a
+standard deviation of 2^(class / STEPS − OCTAVES), rounded. `LibraryStack` is constriction's coder;
+`coder_numba` reads and writes the same words, ten times as fast.
+"""
+
+import functools
+import importlib.util
+import math
+from typing import Any, Protocol
+
+import constriction
+import numpy as np
+
+# Looked up once. Without Numba the library does the work.
+HAS_NUMBA = importlib.util.find_spec("numba") is not None
+# The symbol of zero.
+MIDDLE = 128
+STEPS = 8
+OCTAVES = 3
+CLASSES = 88
+# Probabilities are multiples of one over this number, and no symbol has the probability 0.
+PRECISION = 1 << 20
+
+
+class Stack(Protocol):
+    """Symbols, uint8 (n,), go onto the stack and come from it in the order of their classes, uint8
+    (n,): those of the smallest class come first, in each class in their own order.
+    """
+
+    def push(self, symbols: np.ndarray, classes: np.ndarray) -> None:
+        """Put symbols on the stack."""
+
+    def pop(self, classes: np.ndarray) -> np.ndarray:
+        """Take symbols of these classes, uint8 (n,)."""
+
+    def words(self) -> np.ndarray:
+        """The stack, uint32, its top at the end."""
+
+
+def stack_on(words: np.ndarray) -> Stack:
+    """The stack of these words, uint32.
+
+    Raises:
+        ValueError: no stack has such words.
+    """
+    if not HAS_NUMBA:
+        return LibraryStack(words)
+    from hasslefree.core.coder_numba import CompiledStack
+
+    return CompiledStack(words)
+
+
+class LibraryStack:
+    """The stack by constriction."""
+
+    def __init__(self, words: np.ndarray):
+        self.coder = constriction.stream.stack.AnsCoder(words)
+
+    def push(self, symbols: np.ndarray, classes: np.ndarray) -> None:
+        order = np.argsort(classes, kind="stable")
+        ordered = symbols[order].astype(np.int32)
+        ends = np.cumsum(np.bincount(classes, minlength=CLASSES))
+        for index in reversed(range(CLASSES)):
+            start = ends[index - 1] if index else 0
+            if ends[index] > start:
+                self.coder.encode_reverse(ordered[start : ends[index]], model(index))
+
+    def pop(self, classes: np.ndarray) -> np.ndarray:
+        order = np.argsort(classes, kind="stable")
+        counts = np.bincount(classes, minlength=CLASSES)
+        ordered = [
+            self.coder.decode(model(index), int(count))
+            for index, count in enumerate(counts)
+            if count
+        ]
+        symbols = np.empty(classes.size, np.uint8)
+        if ordered:
+            symbols[order] = np.concatenate(ordered)
+        return symbols
+
+    def words(self) -> np.ndarray:
+        words: np.ndarray = self.coder.get_compressed()
+        return words
+
+
+@functools.cache
+def model(index: int) -> Any:
+    """The probabilities of a class, as constriction has them.
+
+    They are rounded before they are handed over, so that they are the same on every machine.
+    """
+    deviation = 2 ** (index / STEPS - OCTAVES)
+    edges = [(symbol - MIDDLE + 0.5) / deviation for symbol in range(255)]
+    below = np.array([0.0, *((1 + math.erf(edge / math.sqrt(2))) / 2 for edge in edges), 1.0])
+    shares = np.maximum(np.round(np.diff(below) * PRECISION), 1) / PRECISION
+    return constriction.stream.model.Categorical(shares.astype(np.float32), perfect=False)

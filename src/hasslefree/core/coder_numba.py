@@ -1,0 +1,148 @@
+"""`hasslefree.core.coder` by Numba: the words are those of constriction's coder."""
+
+from functools import cache
+
+import constriction
+import numpy as np
+
+from hasslefree.core.coder import CLASSES, model
+from hasslefree.core.compiled import compiled
+
+u32 = np.uint32
+u64 = np.uint64
+# constriction counts probabilities in units of 2^-24.
+UNIT = u64(24)
+MASK = u64((1 << 24) - 1)
+# The state has at least this value while there are words below it.
+LEAST = u64(1 << 32)
+WORD = u64(32)
+# A symbol is looked for from the first one of its interval, of 2^-12, on.
+INTERVAL = u64(12)
+
+
+class CompiledStack:
+    """See `coder.Stack`.
+
+    Args:
+        words: uint32 (n,), the last one not 0.
+    """
+
+    def __init__(self, words: np.ndarray):
+        if len(words) == 0 or words[-1] == 0:
+            raise ValueError("the last word of a stack is not 0")
+        self.below = words[:-2].astype(u32)
+        self.state = int(words[-1])
+        if len(words) > 1:
+            self.state = self.state << 32 | int(words[-2])
+
+    def push(self, symbols: np.ndarray, classes: np.ndarray) -> None:
+        shed = np.empty(len(symbols), u32)  # at most a word for each
+        order = sorted_places(classes)
+        counted, state = push_symbols(symbols, classes, order, cumulative(), u64(self.state), shed)
+        self.below = np.concatenate((self.below, shed[:counted]))
+        self.state = int(state)
+
+    def pop(self, classes: np.ndarray) -> np.ndarray:
+        symbols = np.empty(len(classes), np.uint8)
+        order = sorted_places(classes)
+        tables = (cumulative(), first_symbols())
+        left, state = pop_symbols(self.below, u64(self.state), classes, order, *tables, symbols)
+        self.below = self.below[:left]
+        self.state = int(state)
+        return symbols
+
+    def words(self) -> np.ndarray:
+        top = np.array([self.state & 0xFFFFFFFF, self.state >> 32], u32)
+        return np.concatenate((self.below, top[: 1 + (self.state >> 32 > 0)]))
+
+
+@cache
+def cumulative() -> np.ndarray:
+    """The probability of all smaller symbols, in constriction's units, uint32 (classes, 257).
+
+    It is the state after the symbol alone has been coded, on no state.
+    """
+    found = np.zeros((CLASSES, 257), u32)
+    for index in range(CLASSES):
+        for symbol in range(256):
+            coder = constriction.stream.stack.AnsCoder()
+            coder.encode_reverse(np.array([symbol], np.int32), model(index))
+            found[index, symbol] = sum(coder.get_compressed())  # no word if it is 0
+    found[:, 256] = 1 << 24
+    return found
+
+
+@cache
+def first_symbols() -> np.ndarray:
+    """The symbol at the beginning of each interval, uint8 (classes, 4096)."""
+    starts = np.arange(1 << 12, dtype=u32) << u32(INTERVAL)
+    rows = [np.searchsorted(row, starts, side="right") - 1 for row in cumulative()]
+    return np.stack(rows).astype(np.uint8)
+
+
+@compiled(nogil=True, error_model="numpy")
+def sorted_places(classes):
+    """The places of the smallest class first, in each class by rising places, int64 (n,)."""
+    starts = np.zeros(CLASSES + 1, np.int64)
+    for index in classes:
+        starts[np.int64(index) + 1] += 1
+    for index in range(CLASSES):
+        starts[index + 1] += starts[index]
+    places = np.empty(len(classes), np.int64)
+    for place in range(len(classes)):
+        index = classes[place]
+        places[starts[index]] = place
+        starts[index] += 1
+    return places
+
+
+@compiled(nogil=True, error_model="numpy")
+def push_symbols(
+    symbols,
+    classes,
+    order,
+    below,
+    state,
+    shed,
+):
+    """Put symbols on a state, the last one first: the number of words that it has shed, and it."""
+    count = 0
+    for at in range(len(order) - 1, -1, -1):
+        place = order[at]
+        index = classes[place]
+        symbol = symbols[place]
+        start = u64(below[index, symbol])
+        share = u64(below[index, symbol + 1]) - start
+        if state >> (u64(64) - UNIT) >= share:
+            shed[count] = u32(state & (LEAST - u64(1)))
+            count += 1
+            state >>= WORD
+        state = (state // share) << UNIT | (start + state % share)
+    return count, state
+
+
+@compiled(nogil=True, error_model="numpy")
+def pop_symbols(
+    words,
+    state,
+    classes,
+    order,
+    below,
+    first,
+    symbols,
+):
+    """Take symbols from a state: the number of words that are left, and the state."""
+    left = len(words)
+    for place in order:
+        index = classes[place]
+        part = state & MASK
+        symbol = np.int64(first[index, part >> INTERVAL])
+        while u64(below[index, symbol + 1]) <= part:
+            symbol += 1
+        start = u64(below[index, symbol])
+        symbols[place] = symbol
+        state = (state >> UNIT) * (u64(below[index, symbol + 1]) - start) + (part - start)
+        if state < LEAST and left > 0:
+            left -= 1
+            state = state << WORD | u64(words[left])
+    return left, state
