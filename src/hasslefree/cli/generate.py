@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from hasslefree.evaluation.continuation import Continuation, Sampling, Writer
 
 TEXT = "Text"
-BACKEND = "How S is multiplied: dense, unpacked, numba or int4 (default: chosen for each layer)."
+BACKEND = (
+    "How S is multiplied: dense, unpacked, numba, int4, int8 (default: chosen for each layer)."
+)
 # More only slow a machine down, and systems refuse thousands.
 MOST_THREADS = 4 * (os.cpu_count() or 1)
 BESIDE = "Dense model to compare with; original: the one from which OUT was made (default: none)."

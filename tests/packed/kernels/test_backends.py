@@ -5,12 +5,14 @@ import torch
 
 from hasslefree.core.grids import Grid
 from hasslefree.errors import KernelError
-from hasslefree.packed.kernels import backends, int4
+from hasslefree.packed.kernels import backends, int4, int8
 from hasslefree.packed.kernels.backends import BACKENDS, Case, choose
 from hasslefree.packed.layouts import Bitmask, Columns, PackedGroups
 
 # A layer in codes of four bits that torch's operators take.
 CODED = {"grid": Grid(), "shape": (64, 128), "layout": PackedGroups(1, 1), "dtype": torch.bfloat16}
+# One whose codes have eight bits, and a scale for each row.
+IN_BYTES = CODED | {"grid": Grid(8, None, symmetric=True)}
 
 
 def case(**changes):
@@ -20,8 +22,9 @@ def case(**changes):
 
 @pytest.fixture
 def everything(monkeypatch):
-    """A machine with Numba, and with a GPU whose torch has operators for four bits."""
+    """A machine with Numba, with torch's operator for eight bits, and with a GPU whose torch has those for four."""
     monkeypatch.setattr(backends, "HAS_NUMBA", True)
+    monkeypatch.setattr(int8, "without", lambda: None)
     monkeypatch.setattr(int4, "without_cuda", lambda: None)
 
 
@@ -39,6 +42,10 @@ def everything(monkeypatch):
         ({"device": "cuda", **CODED}, "int4"),
         ({"device": "cuda", **CODED, "grid": Grid(5, 16)}, "int4"),
         ({"device": "cuda", **CODED, "grad": True}, "dense"),
+        (IN_BYTES, "int8"),
+        ({**IN_BYTES, "dtype": torch.float32}, "numba"),
+        ({**IN_BYTES, "device": "cuda"}, "int4"),
+        ({**IN_BYTES, "grad": True}, "dense"),
     ],
 )
 def test_the_rule(everything, changes, expected):
@@ -69,5 +76,5 @@ def test_a_backend_that_is_not_possible_says_why(everything, backend, changes, r
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_backend_that_is_possible_is_taken(everything, backend):
-    changes = {"device": "cuda", **CODED} if backend == "int4" else {"dtype": torch.bfloat16}
+    changes = {"int4": {"device": "cuda", **CODED}, "int8": IN_BYTES}.get(backend, {"dtype": torch.bfloat16})
     assert choose(case(**changes), backend) == backend

@@ -1,8 +1,8 @@
 """The rule by which the backend of a product x Sᵀ is chosen.
 
-`dense` and `unpacked` are torch's product with S, unpacked at every call or once; `int4` has
-`int4`; `numba` is in `ops`, and for codes in `byte_codes`. docs/howto/run.md shows the rule, which
-was measured on a CPU.
+`dense` and `unpacked` are torch's product with S, unpacked at every call or once; `int4` and `int8`
+are in the modules of these names; `numba` is in `ops`, and for codes in `byte_codes`.
+docs/howto/run.md shows the rule, which was measured on a CPU.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 
 from hasslefree.core.grids import Grid
 from hasslefree.errors import KernelError, UnknownNameError
-from hasslefree.packed.kernels import int4
+from hasslefree.packed.kernels import int4, int8
 from hasslefree.packed.kernels.arrays import HAS_NUMBA as HAS_NUMBA
 from hasslefree.packed.layouts import Columns, Layout
 
@@ -43,8 +43,9 @@ class Case:
 def choose(case: Case, backend: str | None = None) -> str:
     """Choose the backend of a product.
 
-    By the rule a CPU uses `int4` or else `numba` if possible, CUDA uses `int4` if possible, and
-    everything else is `dense`. `unpacked`, which keeps a second copy of S, is never chosen.
+    By the rule a CPU uses the first of `int8`, `int4` and `numba` that is possible, CUDA uses
+    `int4` if possible, and everything else is `dense`. `unpacked`, which keeps a second copy of S,
+    is never chosen.
 
     Args:
         case: the product.
@@ -60,7 +61,7 @@ def choose(case: Case, backend: str | None = None) -> str:
         if obstacle is not None:
             raise KernelError(f"backend {backend!r} is not possible: {obstacle}")
         return backend
-    for name in ("int4", "numba"):
+    for name in ("int8", "int4", "numba"):
         if BACKENDS[name](case) is None:
             return name
     return "dense"
@@ -97,11 +98,23 @@ def _numba(case: Case) -> str | None:
 
 
 def _int4(case: Case) -> str | None:
+    return _by_torch(case, int4.obstacle)
+
+
+def _int8(case: Case) -> str | None:
+    return _by_torch(case, int8.obstacle)
+
+
+def _by_torch(
+    case: Case,
+    obstacle_of: Callable[[str, torch.dtype, Grid, tuple[int, int]], str | None],
+) -> str | None:
+    """Say why torch's operators for codes cannot multiply; None if they can."""
     if case.grid is None:
         return "it multiplies quantised codes, and S is stored as floats; use numba or dense"
     if case.grad:
         return NO_GRADIENTS
-    obstacle = int4.obstacle(case.device, case.dtype, case.grid, case.shape)
+    obstacle = obstacle_of(case.device, case.dtype, case.grid, case.shape)
     if obstacle is None:
         return None
     return f"{obstacle}; use dense or unpacked"
@@ -113,4 +126,5 @@ BACKENDS: dict[str, Callable[[Case], str | None]] = {
     "unpacked": _unpacked,
     "numba": _numba,
     "int4": _int4,
+    "int8": _int8,
 }

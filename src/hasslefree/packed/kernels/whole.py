@@ -20,6 +20,7 @@ from hasslefree.packed.kernels.arrays import LayerArrays, takes_few
 from hasslefree.packed.kernels.byte_codes import ByteCodes
 from hasslefree.packed.kernels.factors import FactorArrays, add_low_rank
 from hasslefree.packed.kernels.int4 import Int4
+from hasslefree.packed.kernels.int8 import Int8
 from hasslefree.packed.layouts import Columns
 from hasslefree.packed.spec import LayerSpec
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # Entries of u and v that one thread multiplies faster than torch starts several.
 MAX_FACTORS = 1 << 19
+# The backends of codes on a grid that have a kernel for the whole layer.
+OF_CODES = ("int8", "int4", "numba")
 
 
 class Kernel:
@@ -164,7 +167,7 @@ class PreparedCodes:
     """
 
     key: tuple[tuple[int, int], ...]
-    operands: Int4 | ByteCodes | None = None
+    operands: Int4 | Int8 | ByteCodes | None = None
     index: Tensor | None = None
     factors: FactorArrays | None = None
     takes_few: bool = False
@@ -174,8 +177,8 @@ NO_CODES = PreparedCodes(())
 
 
 class CodesKernel(Kernel):
-    """The backends `int4` and `numba` for an S on a grid, whose pruned entries get the codes of
-    their zeros.
+    """The backends of `OF_CODES` for an S on a grid, whose pruned entries get the codes of their
+    zeros.
 
     The kernel takes the buffer `weight_packed` of the layer, whose codes it holds in the order of
     torch's operators or in a byte each, so that one copy of the codes is in memory. `release`
@@ -198,7 +201,7 @@ class CodesKernel(Kernel):
         return self.taking
 
     def product(self, layer: "SparseLowRankLinear", x: Tensor) -> Tensor | None:
-        if layer.backend not in (None, "int4", "numba") or layer.wide_factors:
+        if layer.backend not in (None, *OF_CODES) or layer.wide_factors:
             return None
         weight_scale = layer._parameters["weight_scale"]
         assert weight_scale is not None
@@ -224,7 +227,7 @@ class CodesKernel(Kernel):
 
     def _flat_product(
         self,
-        operands: Int4 | ByteCodes,
+        operands: Int4 | Int8 | ByteCodes,
         layer: "SparseLowRankLinear",
         x: Tensor,
         scaled: Tensor,
@@ -247,7 +250,7 @@ class CodesKernel(Kernel):
         self.release(layer)
         case = layer.case()
         backend = backends.choose(case, layer.backend)
-        if backend in ("int4", "numba"):
+        if backend in OF_CODES:
             self.prepared = self._take(layer, backend)
         else:
             obstacle = backends.BACKENDS["numba"](case)
@@ -262,11 +265,12 @@ class CodesKernel(Kernel):
         assert spec.grid is not None
         codes = layer.codes(tensors)
         layer.decoded = None
-        is_int4 = backend == "int4"
-        scale, low = spec.scale_and_low(codes, tensors, rounded=is_int4)
-        operands: Int4 | ByteCodes
-        if is_int4:
+        scale, low = spec.scale_and_low(codes, tensors, rounded=backend == "int4")
+        operands: Int4 | Int8 | ByteCodes
+        if backend == "int4":
             operands = Int4.of(codes, spec.grid.bits, scale, low)
+        elif backend == "int8":
+            operands = Int8.of(codes, scale)
         else:
             operands = ByteCodes.of(codes, spec.grid.bits, scale, low)
         layer._buffers["weight_packed"] = None

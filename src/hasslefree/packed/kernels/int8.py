@@ -1,0 +1,128 @@
+"""x Sᵀ on a CPU for an S in codes of a byte each with one scale a row and no offsets, by torch's
+operator for such codes, which computes with bfloat16.
+
+The operator is fast for a few tokens. For more, some rows of S at a time are unpacked.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hasslefree.core.grids import Grid
+from hasslefree.core.products import is_traced, linear, multiplies_slowly
+from hasslefree.packed.kernels import interleaved
+from hasslefree.packed.kernels.factors import add_low_rank
+from hasslefree.packed.kernels.ops import as_operator
+
+# Tokens that the operator multiplies at most: from there on, unpacking S is faster.
+MOST = 16
+# Rows of S that are unpacked together, in float32.
+TILE_BYTES = 4 << 20
+# The code of zero.
+MIDDLE = 128
+# The inputs of a layer are a multiple of this: the operator reads so many codes together, and
+# beyond the end of a row that is not.
+INPUTS = 32
+
+
+@dataclass(frozen=True)
+class Int8:
+    """S (out, in) = codes · scale.
+
+    Args:
+        codes: less `MIDDLE`, int8 (out, in).
+        scale: (out,), bfloat16.
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+    @classmethod
+    def of(cls, codes: Tensor, scale: Tensor) -> "Int8":
+        """Keep codes, uint8 (out, in). scale: (out, 1)."""
+        return cls((codes - MIDDLE).view(torch.int8), scale.flatten().bfloat16())
+
+    @property
+    def bytes(self) -> int:
+        """The memory of codes and scales."""
+        return self.codes.nbytes + self.scale.nbytes
+
+    def all_codes(self) -> Tensor:
+        """The codes that `of` was given."""
+        return self.codes.view(torch.uint8) + MIDDLE
+
+    def codes_of_rows(self, rows: Tensor) -> Tensor:
+        """The codes of some rows: indices (rows,) → uint8 (rows, in)."""
+        return self.codes[rows].view(torch.uint8) + MIDDLE
+
+    def few_product(self, x: Tensor) -> Tensor:
+        """x Sᵀ for a few tokens: (tokens, in) → (tokens, out), bfloat16."""
+        return torch._weight_int8pack_mm(x.contiguous(), self.codes, self.scale)
+
+    def product(
+        self,
+        x: Tensor,
+        u: Tensor | None = None,
+        v: Tensor | None = None,
+    ) -> Tensor:
+        """x Sᵀ, or x Sᵀ + x vᵀ uᵀ: (tokens, in) → (tokens, out); all bfloat16."""
+        multiply = linear_int8 if is_traced(x) else int8_product
+        return multiply(x, self.codes, self.scale, u, v)
+
+
+def int8_product(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    u: Tensor | None = None,
+    v: Tensor | None = None,
+) -> Tensor:
+    """`Int8.product`, with its tensors."""
+    if len(x) <= MOST:
+        return add_low_rank(Int8(codes, scale).few_product(x), x, u, v)
+    dtype = torch.float32 if multiplies_slowly(x.dtype, x.device) else x.dtype
+    inputs = x.to(dtype)
+    out, width = codes.shape
+    height = max(1, TILE_BYTES // (4 * width))
+    y = x.new_empty(len(x), out)
+    for first in range(0, out, height):
+        rows = slice(first, first + height)
+        y[:, rows] = linear(inputs, codes[rows].to(dtype)) * scale[rows]
+    return add_low_rank(y, x, u, v)
+
+
+linear_int8 = as_operator("hasslefree::linear_int8", int8_product)
+linear_int8.register_fake(lambda x, codes, *_: x.new_empty(x.shape[0], codes.shape[0]))
+
+
+def obstacle(
+    device: str,
+    dtype: torch.dtype,
+    grid: Grid,
+    shape: tuple[int, int],
+) -> str | None:
+    """Say why the operator cannot multiply an S (out, in) on this grid; None if it can."""
+    if device != "cpu":
+        return f"torch's operator runs on a CPU, and the layer is on {device}"
+    if dtype != torch.bfloat16:
+        return f"torch's operator for codes of 8 bits takes bfloat16, and the layer has {dtype}"
+    if not (grid.symmetric and grid.bits == 8 and grid.group is None):
+        return "torch's operator takes codes of 8 bits with one scale a row and no offsets"
+    if shape[1] % INPUTS:
+        return f"torch's operator takes a multiple of {INPUTS} inputs, and the layer has {shape[1]}"
+    return without()
+
+
+@functools.cache
+def without() -> str | None:
+    """Say why the operator cannot be used on this processor; None if it can."""
+    if interleaved.CAPABILITY not in interleaved.BLOCKS:
+        return (
+            "torch's operator for codes of 8 bits is fast with AVX2 or AVX-512, and torch uses"
+            f" {interleaved.CAPABILITY}"
+        )
+    if not hasattr(torch, "_weight_int8pack_mm"):
+        return f"torch {torch.__version__} has no operator for codes of 8 bits; update torch"
+    return None
