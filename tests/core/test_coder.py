@@ -58,7 +58,7 @@ def test_words_of_no_stack_are_refused(compiled, words):
     with pytest.raises(ValueError, match="the last word"):
         compiled(words)
     if words.size:  # constriction begins on no words, too
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="zero word"):
             LibraryStack(words)
 
 

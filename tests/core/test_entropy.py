@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasslefree.core import entropy
+from hasslefree.core import coder, entropy
 from hasslefree.errors import GridError
 
 
@@ -90,5 +90,20 @@ def test_a_stream_that_is_too_short_is_refused():
 
 
 def test_a_stream_without_a_state_is_refused():
-    with pytest.raises(GridError, match="the entropy-coded codes are damaged"):
+    with pytest.raises(GridError, match="the entropy-coded codes of a layer are damaged"):
         entropy.decode(torch.zeros(40, dtype=torch.int32), (8, 8))
+
+
+@pytest.mark.parametrize("numba", [True, False])
+def test_a_damaged_stream_is_refused(numba, monkeypatch):
+    """A bit of any word that is not the last one's, and a missing word."""
+    monkeypatch.setattr(coder, "HAS_NUMBA", numba and coder.HAS_NUMBA)
+    codes = gaussian(16, 24, 3.0)
+    stream = entropy.encode(codes, len(entropy.encode(codes)) + 2)
+    for at in range(len(stream) - 1):
+        wrong = stream.clone()
+        wrong[at] ^= 1 << 9
+        with pytest.raises(GridError, match="are damaged; copy or download .*: something is left"):
+            decoded(wrong, codes)
+    with pytest.raises(GridError, match="are damaged"):
+        decoded(torch.cat([stream[:9], stream[10:]]), codes)

@@ -24,6 +24,7 @@ from hasslefree.errors import GridError
 
 # What is under everything on the stack: a full state, so that zeros below it are never read.
 BOTTOM = np.array([0, 1], np.uint32)
+DAMAGED = "the entropy-coded codes of a layer are damaged; copy or download the model's files again"
 # Codes that are coded together: on the way, each takes 16 bytes.
 CHUNK = 1 << 22
 
@@ -139,7 +140,7 @@ def decode(stream: Tensor, shape: tuple[int, int]) -> Tensor:
     try:
         stack = stack_on(words[1:])
     except ValueError as error:
-        raise GridError(f"the entropy-coded codes are damaged: {error}") from None
+        raise GridError(f"{DAMAGED}: {error}") from None
     numbers: list[np.ndarray] = []
     for length, mean, spread in zip(shape, header[::2], header[1::2], strict=True):
         symbols = stack.pop(np.full(length, min(int(spread), CLASSES - 1), np.uint8))
@@ -147,4 +148,7 @@ def decode(stream: Tensor, shape: tuple[int, int]) -> Tensor:
     codes = np.empty(shape, np.uint8)
     for part, classes in chunks(*numbers):
         codes[part] = stack.pop(classes.reshape(-1)).reshape(classes.shape)
+    rest = stack.words()
+    if not np.array_equal(rest[-2:], BOTTOM) or rest[:-2].any():
+        raise GridError(f"{DAMAGED}: something is left on the stack, or too little was there")
     return torch.from_numpy(codes).to(stream.device)
