@@ -59,7 +59,8 @@ def stream(words, shape):
             if (of == k).any():
                 part[of == k] = stack.decode(probabilities(k), int((of == k).sum()))
     left = stack.get_compressed()
-    assert left[-2:].tolist() == [0, 1] and not left[:-2].any(), "a damaged stream"
+    assert left[-2:].tolist() == [0, 1]
+    assert not left[:-2].any()
     return found
 
 

@@ -222,11 +222,14 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES)
-def test_another_compression_is_not_gone_on_with(change, message, whole, tmp_path):
+def test_another_compression_is_not_gone_on_with(change, message, whole, tmp_path, monkeypatch):
+    """Nor is the dense model run before this is said."""
     left = interrupted(tmp_path / "out", 8)
     before = contents(left / "model")
-    with pytest.raises(OutputError, match=f"cannot resume: the settings differ.*{message}.*overwrite=True"):
-        compress(tmp_path / "out", resume=True, **change)
+    with monkeypatch.context() as patch:
+        patch.setattr("hasslefree.pipeline.compress.run_dense_model", lambda job: pytest.fail("late"))
+        with pytest.raises(OutputError, match=f"cannot resume: the settings differ.*{message}.*overwrite=True"):
+            compress(tmp_path / "out", resume=True, **change)
     assert contents(left / "model") == before
     compress(tmp_path / "out", resume=True)
     assert contents(tmp_path / "out") == whole

@@ -71,18 +71,20 @@ class Progress:
         return f"{len(self.blocks)} finished block{plural}"
 
     def check_identity(self, identity: dict[str, Any]) -> None:
-        """Record what this run depends on. Raises an OutputError if it differs from that of the
-        finished parts.
+        """Record what this run depends on, or a part of it. Raises an OutputError if that differs
+        for the finished parts.
         """
         as_json = json.loads(json.dumps(identity))
-        if self.identity is not None:
-            changes = list(differences(self.identity, as_json))
-            if changes:
-                raise OutputError(
-                    f"cannot resume: the settings differ: {'; '.join(changes)}. Give the same"
-                    f" settings, or {option('overwrite', True)} to start again"
-                )
-        self.identity = as_json
+        recorded = self.identity or {}
+        changes: list[str] = []
+        for name in recorded.keys() & as_json.keys():
+            changes.extend(differences(recorded[name], as_json[name], name))
+        if changes:
+            raise OutputError(
+                f"cannot resume: the settings differ: {'; '.join(sorted(changes))}. Give the same"
+                f" settings, or {option('overwrite', True)} to start again"
+            )
+        self.identity = recorded | as_json
 
     def write(self, folder: Path) -> None:
         """Write the journal of an unfinished folder."""

@@ -37,7 +37,6 @@ from hasslefree.planning.duration import seconds_by_phase
 from hasslefree.planning.machine import local_processes, memory_reused
 from hasslefree.planning.memory import states_bytes
 from hasslefree.planning.plan import (
-    Plan,
     bytes_to_write,
     digest,
     layer_room,
@@ -255,12 +254,13 @@ def run(job: Job, digests: dict[str, str]) -> Record:
         digests: a checksum of each part of the dense model by its name.
     """
     work = job.work
-    reference, check = run_dense_model(job)
-    allocation = job.world.broadcast(allocate(job))
     description = described(job)
     if job.world.writes:
-        identity = identity_of(job, description, digests, allocation.plan)
-        work.progress.check_identity(identity)
+        work.progress.check_identity(identity_of(job, description, digests))
+    reference, check = run_dense_model(job)
+    allocation = job.world.broadcast(allocate(job))
+    if job.world.writes:
+        work.progress.check_identity({"plan": digest(allocation.plan)})
     with writing_files(job) as writing:
         compress_blocks(job, allocation, writing, check, reference)
         train_and_check(job, reference, writing, check)
@@ -317,17 +317,14 @@ def allocate(job: Job) -> Allocation:
     return dataclasses.replace(allocation, choices=Choices())  # other processes need none
 
 
-def identity_of(
-    job: Job, description: Record, digests: dict[str, str], plan: Plan
-) -> dict[str, Any]:
-    """Everything that the compressed blocks depend on, as JSON for the journal."""
+def identity_of(job: Job, description: Record, digests: dict[str, str]) -> dict[str, Any]:
+    """What the compressed blocks depend on, except the plan, as JSON for the journal."""
     # No block depends on the minutes.
     settings = {name: value for name, value in description.recipe.items() if name != "minutes"}
     return {name: getattr(description, name) for name in IDENTITY} | {
         "segments": checksum([job.segments.long()]),
         "weights": digests,
         "config": configuration(job.walk.model),
-        "plan": digest(plan),
         "recipe": settings,
     }
 
