@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ MODEL = "SmolLM2-135M-Instruct"
 QWEN = "Qwen2.5-Coder-0.5B"
 # The rows of whole_files_MODEL.json in the picture with which README begins, and the label of each.
 OURS = {"4.3bits, best": "--size 4.3bits, best", "5.2bits, balanced": "default", "105MB, balanced": "--size 105MB"}
+ENTROPY_CODED = {
+    "3.54bits, balanced, entropy-coded": "--size 3.54bits",
+    "5.2bits, balanced, entropy-coded": "default size",
+}
 LLAMA_CPP = {f"llama.cpp {kind}, matrix": kind for kind in ("IQ3_M", "IQ4_XS", "Q3_K_M", "Q4_K_M", "Q5_K_M")}
 
 
@@ -34,17 +39,19 @@ def first_seeds(name: str) -> Content:
 def whole_files() -> Any:
     """The loss on unseen kinds of text against the size of the file, in letters that a phone can show."""
     rows = first_seeds(f"whole_files_{MODEL}")
-    groups: Groups = {"hasslefree": [], "llama.cpp, importance matrix": []}
-    for (group, points), labels in zip(groups.items(), (OURS, LLAMA_CPP), strict=True):
+    names = ("hasslefree", "hasslefree, --coding entropy", "llama.cpp, importance matrix")
+    groups: Groups = {name: [] for name in names}
+    for (group, points), labels in zip(groups.items(), (OURS, ENTROPY_CODED, LLAMA_CPP), strict=True):
         for name in [name for name in labels if name in rows]:
             increase = in_percent(rows[name]["unseen"])
-            points.append(Point(rows[name]["file_bytes"] / 1e6, increase, labels[name], style_of(group)))
+            point = Point(rows[name]["file_bytes"] / 1e6, increase, labels[name], style_of(group))
+            points.append(replace(point, filled=labels is not ENTROPY_CODED))
     figure, axes = canvas(6, 4)
-    axes.set_ylim(0, 1.15 * max(point.y for points in groups.values() for point in points))
+    axes.set_ylim(0, 1.4 * max(point.y for points in groups.values() for point in points))
     axes.margins(x=0.19)
     title = "At equal file size, hasslefree loses less"
     x, y = "whole file, MB: all weights, embeddings included", "perplexity increase on unseen kinds of text, %"
-    chart(axes, groups, (title, MODEL, x, y), joined=["hasslefree"], letters=9, legend="upper right")
+    chart(axes, groups, (title, MODEL, x, y), joined=names[:2], letters=9, legend="upper right")
     return figure
 
 
