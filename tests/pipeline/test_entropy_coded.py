@@ -10,7 +10,7 @@ from hasslefree.allocate.ends import NEAR
 from hasslefree.allocate.options import interpolated, measured_grids
 from hasslefree.core.entropy import words_for_rate
 from hasslefree.core.grids import BITS, RATES, Grid
-from hasslefree.errors import HasslefreeError, ModelError
+from hasslefree.errors import HasslefreeError, ModelError, RecipeError
 from tests.tiny_models import build, logits, segments, tensors_of
 
 SIZED = {"size": "6bits", "coding": "entropy", "check": False}
@@ -106,8 +106,16 @@ def test_engines_refuse_the_folder(to, tmp_path):
 
 
 def test_bits_alone_say_all():
-    """No size is left to reach, and no rank to choose; a ratio says the rank."""
+    """No size is left to reach, and no rank to choose."""
     resolved = Recipe(coding="entropy", bits=4).resolve()
     assert (resolved.size, resolved.rank, resolved.allocate) == (None, 0, "uniform")
-    resolved = Recipe(coding="entropy").resolve()
-    assert (resolved.size, resolved.fixed_rank, resolved.allocate) == ("5.2bits", 0, "error")
+    with pytest.raises(RecipeError, match="method joint-grid needs a budget"):
+        Recipe(coding="entropy", pattern="dense").resolve()  # without bits, nothing says how many
+
+
+@pytest.mark.parametrize("method", [None, "caldera", "loftq", "lq-lora", "gptq"])
+def test_a_size_chooses_bits_and_no_rank(method):
+    resolved = Recipe(coding="entropy", method=method, size="5.2bits").resolve()
+    assert (resolved.fixed_rank, resolved.rank_on_grids, resolved.allocate) == (0, 0, "error")
+    with pytest.raises(RecipeError, match="nothing left that a size could choose: leave out bits$"):
+        Recipe(coding="entropy", method=method, size="5bits", bits=4).resolve()

@@ -142,9 +142,13 @@ class Resolved(Fields):
 
     @property
     def fixed_rank(self) -> int | None:
-        """The rank of every layer within a size; None if it is to be chosen."""
+        """The rank of every layer within a size; None if it is to be chosen. Beside entropy-coded
+        codes it is not chosen.
+        """
         if isinstance(self.solver, Prune):
             return 0
+        if self.coding == "entropy":
+            return self.rank or 0
         return self.rank
 
     @property
@@ -218,7 +222,7 @@ def default_size(recipe: Fields) -> str | None:
     if any(getattr(recipe, name) is not None for name in SIZING):
         return None
     if recipe.coding == "entropy" and recipe.bits is not None:
-        return None  # bits are all that a size could choose
+        return None  # layers have their bits, and no rank is chosen
     return DEFAULT_SIZE
 
 
@@ -262,7 +266,9 @@ def method_defaults(recipe: Fields) -> dict[str, Any]:
         return {"rounds": ROUNDS[recipe.effort or "fast"]}
     defaults: dict[str, Any] = {"rounds": GRID_ROUNDS}
     if recipe.coding == "entropy":
-        return defaults if recipe.ratio is not None else defaults | {"rank": 0}
+        if recipe.bits is not None and recipe.size is None and recipe.ratio is None:
+            defaults["rank"] = 0
+        return defaults
     if recipe.pattern == "dense" and not recipe.symmetric:
         defaults["offset"] = True
     if recipe.pattern == "dense" and has_small_scales(recipe):
@@ -343,7 +349,7 @@ def movable(recipe: Fields) -> bool:
     | S on a grid, bits left open (an engine chooses them   |                  |
     | unless there is a size)                               | bits             |
     | a size, with a rank                                   | nothing          |
-    | a size, and a method without L                        | nothing          |
+    | a size, and a method without L, or entropy coding     | nothing          |
     | a size otherwise                                      | rank             |
     | pattern dense without a grid                          | nothing          |
     | a rank above 0, or a ratio                            | rank             |
@@ -354,7 +360,7 @@ def movable(recipe: Fields) -> bool:
     if quantised and recipe.bits is None and (recipe.size or not recipe.engine):
         return True
     if recipe.size:
-        return recipe.rank is None and not only_prunes(recipe)
+        return recipe.rank is None and not only_prunes(recipe) and recipe.coding != "entropy"
     if recipe.pattern == "dense" and not quantised:
         return False
     if recipe.rank or recipe.ratio is not None:
