@@ -235,6 +235,24 @@ def test_another_compression_is_not_gone_on_with(change, message, whole, tmp_pat
     assert contents(tmp_path / "out") == whole
 
 
+def test_another_plan_is_not_gone_on_with(tmp_path, monkeypatch):
+    """It is compared once it has been made."""
+    interrupted(tmp_path / "out", 8)
+    monkeypatch.setattr("hasslefree.pipeline.compress.digest", lambda plan: "another")
+    with pytest.raises(OutputError, match=r"settings differ: plan was '[0-9a-f]+' and is 'another'\."):
+        compress(tmp_path / "out", resume=True)
+
+
+def test_a_journal_without_something_that_the_run_depends_on_is_not_gone_on_with(tmp_path):
+    left = interrupted(tmp_path / "out", 8)
+    file = left / "progress.json"
+    content = json.loads(file.read_text())
+    del content["identity"]["segments"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(OutputError, match="settings differ: segments was None and is"):
+        compress(tmp_path / "out", resume=True)
+
+
 def test_another_version_does_not_go_on(tmp_path, monkeypatch):
     interrupted(tmp_path / "out", 8)
     monkeypatch.setattr("hasslefree.pipeline.metadata.versions", lambda: {"torch": "0.1"})

@@ -71,20 +71,27 @@ class Progress:
         return f"{len(self.blocks)} finished block{plural}"
 
     def check_identity(self, identity: dict[str, Any]) -> None:
-        """Record what this run depends on, or a part of it. Raises an OutputError if that differs
-        for the finished parts.
+        """Raise an OutputError if this run depends on other things than the finished parts.
+
+        Args:
+            identity: everything that this run depends on; without the plan, before it is made.
         """
-        as_json = json.loads(json.dumps(identity))
-        recorded = self.identity or {}
-        changes: list[str] = []
-        for name in recorded.keys() & as_json.keys():
-            changes.extend(differences(recorded[name], as_json[name], name))
+        if self.identity is None:
+            return
+        recorded = self.identity
+        if "plan" not in identity:
+            recorded = {name: value for name, value in recorded.items() if name != "plan"}
+        changes = list(differences(recorded, as_json(identity)))
         if changes:
             raise OutputError(
-                f"cannot resume: the settings differ: {'; '.join(sorted(changes))}. Give the same"
+                f"cannot resume: the settings differ: {'; '.join(changes)}. Give the same"
                 f" settings, or {option('overwrite', True)} to start again"
             )
-        self.identity = recorded | as_json
+
+    def record_identity(self, identity: dict[str, Any]) -> None:
+        """Check everything that this run depends on, and record it."""
+        self.check_identity(identity)
+        self.identity = as_json(identity)
 
     def write(self, folder: Path) -> None:
         """Write the journal of an unfinished folder."""
@@ -129,6 +136,12 @@ def intact_progress(folder: Path) -> Progress:
     if progress.predictions is not None and len(parts) < len(progress.parts):
         return Progress(parts[:1], progress.identity)
     return dataclasses.replace(progress, parts=parts)
+
+
+def as_json(content: dict[str, Any]) -> dict[str, Any]:
+    """What is read from a JSON file to which this is written."""
+    found: dict[str, Any] = json.loads(json.dumps(content))
+    return found
 
 
 def differences(before: Any, now: Any, name: str = "") -> Iterator[str]:

@@ -255,12 +255,13 @@ def run(job: Job, digests: dict[str, str]) -> Record:
     """
     work = job.work
     description = described(job)
+    identity = identity_of(job, description, digests)
     if job.world.writes:
-        work.progress.check_identity(identity_of(job, description, digests))
+        work.progress.check_identity(identity)
     reference, check = run_dense_model(job)
     allocation = job.world.broadcast(allocate(job))
     if job.world.writes:
-        work.progress.check_identity({"plan": digest(allocation.plan)})
+        work.progress.record_identity(identity | {"plan": digest(allocation.plan)})
     with writing_files(job) as writing:
         compress_blocks(job, allocation, writing, check, reference)
         train_and_check(job, reference, writing, check)
