@@ -132,13 +132,15 @@ def test_bytes_of_a_grid_are_those_that_are_written(fields, tmp_path):
 
 ROUNDED = {"method": "rtn", "offset": True}
 PRUNED = {"method": "joint-grid", "pattern": "2:4", "rank": 0, "rounds": 1}
+ENTROPY_CODED = {"method": "rtn", "coding": "entropy", "bits": 5, "group_size": None}
+TO_RUN = [*({**ROUNDED, "bits": bits} for bits in (3, 4, 6)), {**PRUNED, "bits": 6}, ENTROPY_CODED]
 
 
-@pytest.mark.parametrize("fields", [*({**ROUNDED, "bits": bits} for bits in (3, 4, 6)), {**PRUNED, "bits": 6}], ids=str)
+@pytest.mark.parametrize("fields", TO_RUN, ids=str)
 def test_bytes_to_run_are_those_of_a_loaded_model(fields, tmp_path):
     """Oracle: the tensors of the model after a call, and what its kernels hold."""
     build("llama").bfloat16().save_pretrained(tmp_path / "model")
-    recipe = Recipe(group_size=16, samples=4, seqlen=16, **fields)
+    recipe = Recipe(**({"group_size": 16, "samples": 4, "seqlen": 16} | fields))
     plan = plan_summary(setup_of(str(tmp_path / "model"), recipe, CPU, "device"))
     hasslefree.compress(build("llama").bfloat16(), tmp_path / "out", recipe, segments=segments())
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

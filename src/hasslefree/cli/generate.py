@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 TEXT = "Text"
 BACKEND = (
-    "How S is multiplied: dense, unpacked, numba, int4, int8 (default: chosen for each layer)."
+    "How S is multiplied: dense, unpacked, numba, int4 or int8 (default: chosen for each layer)."
 )
 # More only slow a machine down, and systems refuse thousands.
 MOST_THREADS = 4 * (os.cpu_count() or 1)

@@ -36,6 +36,7 @@ class CompiledStack:
             self.state = self.state << 32 | int(words[-2])
 
     def push(self, symbols: np.ndarray, classes: np.ndarray) -> None:
+        assert len(symbols) == len(classes)
         shed = np.empty(len(symbols), u32)  # at most a word for each
         order = sorted_places(classes)
         counted, state = push_symbols(symbols, classes, order, cumulative(), u64(self.state), shed)
@@ -82,7 +83,7 @@ def first_symbols() -> np.ndarray:
 
 @compiled(nogil=True, error_model="numpy")
 def sorted_places(classes):
-    """The places of the smallest class first, in each class by rising places, int64 (n,)."""
+    """The places of all symbols, int64 (n,), sorted by class; a stable sort."""
     starts = np.zeros(CLASSES + 1, np.int64)
     for index in classes:
         starts[np.int64(index) + 1] += 1
@@ -105,7 +106,10 @@ def push_symbols(
     state,
     shed,
 ):
-    """Put symbols on a state, the last one first: the number of words that it has shed, and it."""
+    """Put symbols on a state, the last one first.
+
+    Returns the number of words that the state has shed, and the new state.
+    """
     count = 0
     for at in range(len(order) - 1, -1, -1):
         place = order[at]
@@ -131,7 +135,10 @@ def pop_symbols(
     first,
     symbols,
 ):
-    """Take symbols from a state: the number of words that are left, and the state."""
+    """Take symbols from a state.
+
+    Returns the number of words that are left, and the new state.
+    """
     left = len(words)
     for place in order:
         index = classes[place]

@@ -24,7 +24,6 @@ from hasslefree.errors import GridError
 
 # What is under everything on the stack: a full state, so that zeros below it are never read.
 BOTTOM = np.array([0, 1], np.uint32)
-DAMAGED = "the entropy-coded codes of a layer are damaged; copy or download the model's files again"
 # Codes that are coded together: on the way, each takes 16 bytes.
 CHUNK = 1 << 22
 
@@ -62,7 +61,7 @@ class Numbers:
 
     @property
     def classes(self) -> np.ndarray:
-        """By what it is coded, uint8."""
+        """The class of each, uint8."""
         return np.full(len(self.values), self.spread, np.uint8)
 
 
@@ -140,7 +139,7 @@ def decode(stream: Tensor, shape: tuple[int, int]) -> Tensor:
     try:
         stack = stack_on(words[1:])
     except ValueError as error:
-        raise GridError(f"{DAMAGED}: {error}") from None
+        raise damaged(shape, str(error)) from None
     numbers: list[np.ndarray] = []
     for length, mean, spread in zip(shape, header[::2], header[1::2], strict=True):
         symbols = stack.pop(np.full(length, min(int(spread), CLASSES - 1), np.uint8))
@@ -150,5 +149,13 @@ def decode(stream: Tensor, shape: tuple[int, int]) -> Tensor:
         codes[part] = stack.pop(classes.reshape(-1)).reshape(classes.shape)
     rest = stack.words()
     if not np.array_equal(rest[-2:], BOTTOM) or rest[:-2].any():
-        raise GridError(f"{DAMAGED}: something is left on the stack, or too little was there")
+        raise damaged(shape, "their stack does not end where it began")
     return torch.from_numpy(codes).to(stream.device)
+
+
+def damaged(shape: tuple[int, int], reason: str) -> GridError:
+    """The error about a stream that `encode` has not written."""
+    return GridError(
+        f"the entropy-coded codes of a layer of {shape[0]} × {shape[1]} are damaged: {reason}; copy"
+        " or download the model's files again"
+    )

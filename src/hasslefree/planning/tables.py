@@ -12,6 +12,7 @@ from rich.text import Text
 
 from hasslefree.errors import with_flags
 from hasslefree.models.blocks import other_modalities
+from hasslefree.packed.kernels import int8
 from hasslefree.packed.kernels.codes import Nibbles
 from hasslefree.planning.advice import Advice
 from hasslefree.planning.duration import flops_by_phase, seconds_by_phase
@@ -58,25 +59,35 @@ def plan_summary(setup: Setup) -> dict[str, Any]:
 
 
 def bytes_to_run(setup: Setup) -> int:
-    """The weights of the result in memory: codes of S are held as torch's int4 operators read them
-    if the model is in bfloat16, those of pruned entries too, entropy-coded ones otherwise in a byte
-    each, and everything else as in the file.
+    """The weights of the result in memory: codes of S as its kernel holds them, and everything
+    else as in the file.
     """
     held = weights_on_disk(setup.model, setup.plan)
     for matrix in setup.plan.matrices:
-        out, width = matrix.shape
-        if matrix.grid is None:
-            continue
-        nibbles = None
-        if matrix.dtype == torch.bfloat16:
-            group = matrix.grid.group or width
-            nibbles = Nibbles.fitting(matrix.grid.bits, group, setup.device.type)
-        if nibbles is None and matrix.grid.rate is None:
-            continue
-        codes = out * width if nibbles is None else nibbles.bytes(out, width)
-        shape, _ = matrix.sparse_tensors()["weight_packed"]
-        held += codes - math.prod(shape) * torch.int32.itemsize
+        codes = bytes_of_codes(matrix, setup.device.type)
+        if codes is not None:
+            shape, _ = matrix.sparse_tensors()["weight_packed"]
+            held += codes - math.prod(shape) * torch.int32.itemsize
     return held
+
+
+def bytes_of_codes(matrix: LayerPlan, device: str) -> int | None:
+    """The bytes of the codes of a matrix in memory: in bfloat16 as torch's operators read them,
+    those of pruned entries too; otherwise a byte each if they are entropy-coded. None if they are
+    as in the file.
+    """
+    grid = matrix.grid
+    if grid is None:
+        return None
+    out, width = matrix.shape
+    if int8.obstacle(device, matrix.dtype, grid, matrix.shape) is None:
+        return int8.bytes_of(out, width)
+    nibbles = None
+    if matrix.dtype == torch.bfloat16:
+        nibbles = Nibbles.fitting(grid.bits, grid.group or width, device)
+    if nibbles is not None:
+        return nibbles.bytes(out, width)
+    return None if grid.rate is None else out * width
 
 
 def layer_rows(setup: Setup) -> list[dict[str, Any]]:

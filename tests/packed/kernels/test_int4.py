@@ -295,7 +295,11 @@ def case(**changes):
     ("changes", "rule", "reason"),
     [
         ({"dtype": torch.float32}, "numba", "fast with bfloat16 only"),
-        ({"grid": Grid(4, 24)}, "numba", "a multiple of 16 inputs, and these have 24; use dense or unpacked"),
+        (
+            {"grid": Grid(4, 24)},
+            "numba",
+            "a multiple of 16 inputs, and these have 24; leave out the backend, or use dense or unpacked",
+        ),
         ({"shape": (60, 128), "device": "cuda"}, "dense", "multiples of 8 outputs and 32 inputs, and the layer has 60"),
         (
             {"shape": (64, 144), "grid": Grid(4, 16), "device": "cuda"},

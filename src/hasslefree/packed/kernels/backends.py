@@ -2,7 +2,8 @@
 
 `dense` and `unpacked` are torch's product with S, unpacked at every call or once; `int4` and `int8`
 are in the modules of these names; `numba` is in `ops`, and for codes in `byte_codes`.
-docs/howto/run.md shows the rule, which was measured on a CPU.
+docs/howto/run.md shows the rule, which was measured on a CPU; that `int8` is faster than `int4`,
+with AVX2 alone.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from hasslefree.packed.kernels import int4, int8
 from hasslefree.packed.kernels.arrays import HAS_NUMBA as HAS_NUMBA
 from hasslefree.packed.layouts import Columns, Layout
 
+# Those that have a kernel for a whole layer on a grid, the one that is preferred first.
+OF_CODES = ("int8", "int4", "numba")
 NO_GRADIENTS = "it computes no gradients; use dense, or torch.no_grad()"
 
 
@@ -61,7 +64,7 @@ def choose(case: Case, backend: str | None = None) -> str:
         if obstacle is not None:
             raise KernelError(f"backend {backend!r} is not possible: {obstacle}")
         return backend
-    for name in ("int8", "int4", "numba"):
+    for name in OF_CODES:
         if BACKENDS[name](case) is None:
             return name
     return "dense"
@@ -117,7 +120,7 @@ def _by_torch(
     obstacle = obstacle_of(case.device, case.dtype, case.grid, case.shape)
     if obstacle is None:
         return None
-    return f"{obstacle}; use dense or unpacked"
+    return f"{obstacle}; leave out the backend, or use dense or unpacked"
 
 
 # Functions that say why a backend is not possible in a case, or None, by the backend's name.

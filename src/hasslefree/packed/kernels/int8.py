@@ -1,5 +1,5 @@
-"""x Sᵀ on a CPU for an S in codes of a byte each with one scale a row and no offsets, by torch's
-operator for such codes, which computes with bfloat16.
+"""x Sᵀ on a CPU for an S in symmetric codes of a byte each with one scale a row, by the operator of
+torch for such codes, which is fast with bfloat16 alone.
 
 The operator is fast for a few tokens. For more, some rows of S at a time are unpacked.
 """
@@ -10,18 +10,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hasslefree.core.coder import MIDDLE
 from hasslefree.core.grids import Grid
 from hasslefree.core.products import is_traced, linear, multiplies_slowly
 from hasslefree.packed.kernels import interleaved
 from hasslefree.packed.kernels.factors import add_low_rank
 from hasslefree.packed.kernels.ops import as_operator
 
-# Tokens that the operator multiplies at most: from there on, unpacking S is faster.
+# Tokens that the operator multiplies at most: with AVX2, unpacking S is faster from there on.
 MOST = 16
 # Rows of S that are unpacked together, in float32.
 TILE_BYTES = 4 << 20
-# The code of zero.
-MIDDLE = 128
 # The inputs of a layer are a multiple of this: the operator reads so many codes together, and
 # beyond the end of a row that is not.
 INPUTS = 32
@@ -32,7 +31,7 @@ class Int8:
     """S (out, in) = codes · scale.
 
     Args:
-        codes: less `MIDDLE`, int8 (out, in).
+        codes: less that of zero, int8 (out, in).
         scale: (out,), bfloat16.
     """
 
@@ -47,7 +46,7 @@ class Int8:
     @property
     def bytes(self) -> int:
         """The memory of codes and scales."""
-        return self.codes.nbytes + self.scale.nbytes
+        return bytes_of(*self.codes.shape)
 
     def all_codes(self) -> Tensor:
         """The codes that `of` was given."""
@@ -72,6 +71,11 @@ class Int8:
         return multiply(x, self.codes, self.scale, u, v)
 
 
+def bytes_of(out: int, width: int) -> int:
+    """The memory of codes (out, width) and their scales."""
+    return out * width + out * torch.bfloat16.itemsize
+
+
 def int8_product(
     x: Tensor,
     codes: Tensor,
@@ -87,9 +91,11 @@ def int8_product(
     out, width = codes.shape
     height = max(1, TILE_BYTES // (4 * width))
     y = x.new_empty(len(x), out)
-    for first in range(0, out, height):
-        rows = slice(first, first + height)
-        y[:, rows] = linear(inputs, codes[rows].to(dtype)) * scale[rows]
+    # Codes without their scales are large: in float16, autocast would make their sums infinite.
+    with torch.autocast("cpu", enabled=False):
+        for first in range(0, out, height):
+            rows = slice(first, first + height)
+            y[:, rows] = linear(inputs, codes[rows].to(dtype)) * scale[rows]
     return add_low_rank(y, x, u, v)
 
 
@@ -107,9 +113,12 @@ def obstacle(
     if device != "cpu":
         return f"torch's operator runs on a CPU, and the layer is on {device}"
     if dtype != torch.bfloat16:
-        return f"torch's operator for codes of 8 bits takes bfloat16, and the layer has {dtype}"
+        return (
+            "torch's operator for codes of 8 bits is fast with bfloat16 only, and the layer has"
+            f" {dtype}"
+        )
     if not (grid.symmetric and grid.bits == 8 and grid.group is None):
-        return "torch's operator takes codes of 8 bits with one scale a row and no offsets"
+        return f"torch's operator takes symmetric codes of 8 bits in rows, and the layer has {grid}"
     if shape[1] % INPUTS:
         return f"torch's operator takes a multiple of {INPUTS} inputs, and the layer has {shape[1]}"
     return without()

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # Entries of u and v that one thread multiplies faster than torch starts several.
 MAX_FACTORS = 1 << 19
-# The backends of codes on a grid that have a kernel for the whole layer.
-OF_CODES = ("int8", "int4", "numba")
 
 
 class Kernel:
@@ -163,7 +161,7 @@ class PreparedCodes:
         index: of these codes, even if the layer gets another.
         factors: L and the bias for a few tokens on a CPU; None without both, or if `takes_few` is
             false.
-        takes_few: a few tokens on a CPU are multiplied by Numba alone.
+        takes_few: a few tokens on a CPU need none of torch's products with L.
     """
 
     key: tuple[tuple[int, int], ...]
@@ -177,8 +175,8 @@ NO_CODES = PreparedCodes(())
 
 
 class CodesKernel(Kernel):
-    """The backends of `OF_CODES` for an S on a grid, whose pruned entries get the codes of their
-    zeros.
+    """The backends `backends.OF_CODES` for an S on a grid, whose pruned entries get the codes of
+    their zeros.
 
     The kernel takes the buffer `weight_packed` of the layer, whose codes it holds in the order of
     torch's operators or in a byte each, so that one copy of the codes is in memory. `release`
@@ -201,7 +199,7 @@ class CodesKernel(Kernel):
         return self.taking
 
     def product(self, layer: "SparseLowRankLinear", x: Tensor) -> Tensor | None:
-        if layer.backend not in (None, *OF_CODES) or layer.wide_factors:
+        if layer.backend not in (None, *backends.OF_CODES) or layer.wide_factors:
             return None
         weight_scale = layer._parameters["weight_scale"]
         assert weight_scale is not None
@@ -250,7 +248,7 @@ class CodesKernel(Kernel):
         self.release(layer)
         case = layer.case()
         backend = backends.choose(case, layer.backend)
-        if backend in OF_CODES:
+        if backend in backends.OF_CODES:
             self.prepared = self._take(layer, backend)
         else:
             obstacle = backends.BACKENDS["numba"](case)
