@@ -5,12 +5,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hasslefree
-from hasslefree import Recipe
+from hasslefree import Gram, Recipe
 from hasslefree.allocate.ends import NEAR
-from hasslefree.allocate.options import interpolated, measured_grids
-from hasslefree.core.entropy import words_for_rate
+from hasslefree.allocate.options import errors_on, interpolated
+from hasslefree.allocate.sensitivity import ROUGH, FirstLook, probe_method
+from hasslefree.core.entropy import encode, words_for_rate
 from hasslefree.core.grids import BITS, RATES, Grid
+from hasslefree.core.patterns import Unstructured
 from hasslefree.errors import HasslefreeError, ModelError, RecipeError
+from tests import oracles
 from tests.tiny_models import build, logits, segments, tensors_of
 
 SIZED = {"size": "6bits", "coding": "entropy", "check": False}
@@ -63,17 +66,55 @@ def test_bits_without_a_size_are_those_of_every_layer(tmp_path):
 
 
 def test_errors_between_measured_rates_are_interpolated():
-    """Oracle: an error that a bit quarters, from measurements of some of the rates."""
+    """Oracle: an error that a bit quarters, from measurements that miss the bits of some of the rates."""
     grids = [Grid.entropy_coded(rate) for rate in RATES]
-    measured = measured_grids(grids)
-    assert 2 < len(measured) < len(grids)
-    assert {grids[0], grids[-1]} <= set(measured)
-    found = interpolated({grid: 4.0**-grid.rate for grid in measured}, grids)
+    measured = []
+
+    def measure(grid):
+        measured.append(grid)
+        bits = grid.rate - 0.2 * (-1) ** len(measured)
+        return bits, 4.0**-bits
+
+    found = errors_on(grids, measure)
     assert found == pytest.approx({grid: 4.0**-grid.rate for grid in grids})
     assert list(found) == grids
-    others = [Grid(bits) for bits in BITS]
-    assert measured_grids(others)[-1] == others[-1]
-    assert interpolated(dict.fromkeys(others, 1.0), others) == dict.fromkeys(others, 1.0)
+    assert 2 < len(measured) < len(grids)
+    assert {grids[0], grids[-1]} <= set(measured)
+
+
+def test_errors_beyond_the_measured_rates_go_on_as_before():
+    """Oracles: a bit that takes a third of the error off; and at most a quarter is left, as for one point alone."""
+    grids = [Grid.entropy_coded(rate) for rate in (2.0, 6.0)]
+    assert list(interpolated([(3.0, 9.0), (4.0, 6.0)], grids).values()) == pytest.approx([13.5, 6 * (2 / 3) ** 2])
+    for points in ([(3.0, 9.0), (4.0, 1.0)], [(3.0, 9.0)], [(3.0, 9.0), (3.0, 9.0)]):
+        assert interpolated(points, grids)[grids[0]] == pytest.approx(36)
+    assert interpolated([(3.0, 0.0), (3.0, 0.0)], grids)[grids[1]] == pytest.approx(0)
+    assert interpolated([(3.0, 1.0), (3.1, 2.0)], grids)[grids[1]] == 2
+
+
+def test_errors_on_codes_of_one_length_are_measured():
+    grids = [Grid(bits) for bits in BITS]
+    assert errors_on(grids, lambda grid: (grid.stored_bits, 1.0 / grid.bits)) == {g: 1 / g.bits for g in grids}
+
+
+def test_a_first_look_tells_the_bits_that_it_takes():
+    """Oracle: the words of the stream of the codes of its S, which are found by their scales anew."""
+    weight, h = oracles.problem(256, 128)
+    gram = Gram(h, 1)
+    for rate in (1.5, 4.0, 6.5):
+        grid = Grid.entropy_coded(rate)
+        method = probe_method(grid)
+        found = FirstLook.at(weight, gram, method.prepare(gram), Unstructured(weight.numel()), grid)
+        steps = [column.unique().diff().min() for column in found.sparse.T]
+        scaled = found.sparse / torch.stack(steps)
+        codes = scaled.round()
+        torch.testing.assert_close(scaled, codes, rtol=0, atol=0.02)
+        words = len(encode((codes + 128).to(torch.uint8)))
+        assert found.bits == pytest.approx(32 * words / weight.numel(), rel=1e-3)
+        assert found.bits == pytest.approx(rate, rel=ROUGH)
+    fixed = Grid(4, 32)
+    look = FirstLook.at(weight, gram, probe_method(fixed).prepare(gram), Unstructured(weight.numel()), fixed)
+    assert look.bits == fixed.stored_bits
 
 
 @pytest.mark.parametrize(

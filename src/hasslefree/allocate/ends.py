@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from hasslefree.allocate.options import (
+    BitsAndError,
     GridOptions,
     LayerChoice,
+    errors_on,
     grids_like,
-    interpolated,
-    measured_grids,
     reciprocal,
 )
-from hasslefree.allocate.sensitivity import probe_method
+from hasslefree.allocate.sensitivity import FirstLook, probe_method
 from hasslefree.core.gram import Gram, working_dtype
 from hasslefree.core.grids import Grid
 from hasslefree.core.predictions import kl_by_token
@@ -38,7 +38,6 @@ from hasslefree.models.sites import find_site
 from hasslefree.models.walk import Walk, values_replaced
 from hasslefree.planning.plan import LayerPlan
 from hasslefree.recipe.resolve import Resolved
-from hasslefree.solve.decompose import approximation
 
 # The bits to which both are rounded for the rates.
 ROUNDED_BITS = 4
@@ -198,13 +197,13 @@ class EndProbe:
             grids = near(plans[0].grid, grids_like(plans[0], resolved.end_grids, resolved))
             plans = [replace(plans[0], grid=grid) for grid in grids]
         grids = [plan.grid for plan in plans if plan.grid is not None]
-        errors: dict[Grid, float] = {}
-        for grid in measured_grids(grids):
-            method = probe_method(grid)
-            found = approximation(method, sample, gram, prepared, plans[0].kept, 0, 0)
-            errors[grid] = share * gram.loss(sample - found.sparse)
+
+        def measure(grid: Grid) -> BitsAndError:
+            found = FirstLook.at(sample, gram, prepared, plans[0].kept, grid)
+            return found.bits, share * gram.loss(sample - found.sparse)
+
         losses: dict[Grid, Tensor] = {}
-        for grid, lost in interpolated(errors, grids).items():
+        for grid, lost in errors_on(grids, measure).items():
             losses[grid] = torch.tensor([lost], dtype=torch.float64)
         return LayerChoice(GridOptions(plans, losses), rate, end.name)
 

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +34,10 @@ ROWS = 256
 NO_ERROR = 1e-6
 # The rates at which errors are measured; between these, their logarithms are interpolated.
 MEASURED_RATES = (4.0,)
+# Bits beyond the outer measurements, more than any grid is away from them.
+FAR = 8.0
+# The bits that the codes of a matrix take, a weight, and tr(E H Eᵀ) of its error E.
+BitsAndError = tuple[float, float]
 # Plans of a matrix, each with what it loses, in nats per token.
 PricedPlans = list[tuple[LayerPlan, float]]
 
@@ -277,7 +281,7 @@ def grid_options(
     whole = plan.grid
     if errors[whole] <= NO_ERROR * most:  # the weights lie on it, as those of a quantised model
         whole = grids[0]
-    rounded = layer.changed(plan.kept, whole)
+    rounded = layer.look(plan.kept, whole).sparse
     spectrum, error = rank_gains(layer.weight.to(rounded.dtype) - rounded, layer.gram, ranks[-1])
     rate = layer.divergence(rounded, rows_independent=True) * reciprocal(error)
     shares = spectrum.cpu().double().cumsum(0) * reciprocal(error)
@@ -305,35 +309,49 @@ def _errors(layer: ProbedLayer, plan: LayerPlan, grids: Sequence[Grid]) -> dict[
     if kept.kept(sample.weight.shape) < sample.weight.numel():
         # The search for the support takes far longer than to put S on a grid, and hardly depends
         # on it. Of the finest grid, because few values within the support become zero.
-        kept = KnownSupport(sample.changed(kept, grids[-1]) != 0)
-    errors: dict[Grid, float] = {}
-    for grid in measured_grids(grids):
-        rounded = sample.changed(kept, grid)
-        errors[grid] = share * layer.gram.loss(sample.weight.to(rounded.dtype) - rounded)
-    return interpolated(errors, grids)
+        kept = KnownSupport(sample.look(kept, grids[-1]).sparse != 0)
+
+    def measure(grid: Grid) -> BitsAndError:
+        found = sample.look(kept, grid)
+        error = sample.weight.to(found.sparse.dtype) - found.sparse
+        return found.bits, share * layer.gram.loss(error)
+
+    return errors_on(grids, measure)
 
 
-def measured_grids(grids: Sequence[Grid]) -> list[Grid]:
-    """The grids on which errors are measured, for those on all grids: with many rates, the first,
-    the last and some between.
+def errors_on(grids: Sequence[Grid], measure: Callable[[Grid], BitsAndError]) -> dict[Grid, float]:
+    """The errors on all grids; of entropy-coded ones, only some are measured.
+
+    Args:
+        grids: by rising bits.
     """
+    if grids[0].rate is None:
+        return {grid: measure(grid)[1] for grid in grids}
     ends = (grids[0], grids[-1])
-    measured: list[Grid] = []
+    points: list[BitsAndError] = []
     for grid in grids:
-        if grid.rate is None or grid.rate in MEASURED_RATES or grid in ends:
-            measured.append(grid)
-    return measured
+        if grid.rate in MEASURED_RATES or grid in ends:
+            points.append(measure(grid))
+    return interpolated(points, grids)
 
 
-def interpolated(errors: Mapping[Grid, float], grids: Sequence[Grid]) -> dict[Grid, float]:
-    """The errors on grids of rising rates from those on some of them, the first and the last among
-    them. A bit quarters the error, as far as the codes have room.
+def interpolated(points: Sequence[BitsAndError], grids: Sequence[Grid]) -> dict[Grid, float]:
+    """The errors on entropy-coded grids from measured ones.
+
+    The logarithm is linear between two points. Beyond the outer ones, it goes on as between the
+    last two, but a bit no more than quarters the error: where codes of eight bits do not reach the
+    largest weights, it does less.
     """
-    if len(errors) == len(grids):
-        return dict(errors)
-    rates = [grid.stored_bits for grid in errors]
-    logarithms = [math.log(max(error, sys.float_info.min)) for error in errors.values()]
-    found = np.interp([grid.stored_bits for grid in grids], rates, logarithms)
+    known = dict(sorted(points))
+    bits = list(known)
+    logarithms = [math.log(max(error, sys.float_info.min)) for error in known.values()]
+    slopes = np.array([-math.log(4)])
+    if len(bits) > 1:
+        slopes = (np.diff(logarithms) / np.diff(bits)).clip(-math.log(4), 0)
+    bits = [bits[0] - FAR, *bits, bits[-1] + FAR]
+    first = logarithms[0] - FAR * slopes[0]
+    last = logarithms[-1] + FAR * slopes[-1]
+    found = np.interp([grid.stored_bits for grid in grids], bits, [first, *logarithms, last])
     return dict(zip(grids, np.exp(found).tolist(), strict=True))
 
 

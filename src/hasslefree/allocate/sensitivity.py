@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hasslefree.core.entropy import encode
 from hasslefree.core.gram import Gram, working_dtype
 from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import Pattern
@@ -58,6 +59,8 @@ TOKENS = 256
 # The least weight of an output, relative to the mean: one that no gradient reached on the probes
 # still counts a little.
 LEAST_WEIGHT = 1e-3
+# The share by which a first look may miss the bits of an entropy-coded grid; see `FirstLook`.
+ROUGH = 0.1
 # Between the seeds of two segments.
 SPREAD = 0x9E3779B97F4A7C15
 
@@ -66,7 +69,39 @@ def probe_method(grid: Grid | None) -> Method:
     """A method for a first look at a layer, alone or on a grid."""
     if grid is None:
         return QUICK_PRUNING
-    return JointOnGrid(grid, rounds=QUICK_PRUNING.rounds, turns=1, passes=0, ranges=1)
+    rounds = QUICK_PRUNING.rounds
+    return JointOnGrid(grid, rounds=rounds, turns=1, passes=0, ranges=1, rate_tolerance=ROUGH)
+
+
+@dataclass(frozen=True)
+class FirstLook:
+    """S of `probe_method`.
+
+    Args:
+        sparse: (out, in), in the working dtype.
+        bits: those that its codes take, a weight; 0 without a grid.
+    """
+
+    sparse: Tensor
+    bits: float
+
+    @classmethod
+    def at(
+        cls, weight: Tensor, gram: Gram, prepared: Any, pattern: Pattern, grid: Grid | None
+    ) -> "FirstLook":
+        """A look at a weight (out, in), in the working dtype.
+
+        Args:
+            prepared: what `probe_method` prepares for `gram`.
+        """
+        method = probe_method(grid)
+        found = approximation(method, weight, gram, prepared, pattern, 0, 0)
+        if grid is None:
+            return cls(found.sparse, 0.0)
+        if grid.rate is None or found.scaling is None:
+            return cls(found.sparse, grid.stored_bits)
+        words = len(encode(found.scaling.codes(found.sparse)))
+        return cls(found.sparse, 32 * words / weight.numel())
 
 
 @dataclass(frozen=True)
@@ -238,16 +273,18 @@ class ProbedLayer:
     owner: int
     world: World
 
-    def changed(self, pattern: Pattern, grid: Grid | None) -> Tensor:
-        """S of `probe_method`: (out, in), in the working dtype, the same in all processes."""
-        kept = torch.empty_like(self.weight, dtype=self.gram.matrix.dtype)
+    def look(self, pattern: Pattern, grid: Grid | None) -> FirstLook:
+        """A first look at it, the same in all processes."""
+        sparse = torch.empty_like(self.weight, dtype=self.gram.matrix.dtype)
+        bits = sparse.new_zeros(1)
         if self.owner == self.world.rank:
-            weight = self.weight.to(kept.dtype)
-            method = probe_method(grid)
-            result = approximation(method, weight, self.gram, self.prepared, pattern, 0, 0)
-            kept.copy_(result.sparse)
-        self.world.broadcast_(kept, self.owner)
-        return kept
+            weight = self.weight.to(sparse.dtype)
+            found = FirstLook.at(weight, self.gram, self.prepared, pattern, grid)
+            sparse.copy_(found.sparse)
+            bits.fill_(found.bits)
+        self.world.broadcast_(sparse, self.owner)
+        self.world.broadcast_(bits, self.owner)
+        return FirstLook(sparse, bits.item())
 
     def output_weights(self) -> Tensor | None:
         """The mean square of the gradient at each output over that of all outputs, at least

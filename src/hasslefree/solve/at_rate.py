@@ -35,6 +35,7 @@ def at_rate(
     widths: Tensor,
     decide: Callable[[Scaling], Tensor],
     heights: Tensor | None = None,
+    tolerance: float = 0.0,
 ) -> Pruned:
     """Put a target on an entropy-coded grid.
 
@@ -45,6 +46,7 @@ def at_rate(
         widths: of the steps of the inputs in relation to each other, (in,).
         decide: S, (out, in), on given scales.
         heights: of the steps of the rows in relation to each other, (out,); None for equal ones.
+        tolerance: the share of the bits by which S may miss those of the grid, either way.
     """
     assert grid.rate is not None
     words = words_for_rate(target.numel(), grid.rate)
@@ -59,6 +61,8 @@ def at_rate(
         scaling = scaling_with(grid, target, widths, heights * 2.0**step)
         found = Pruned(decide(scaling), scaling)
         used = len(encode(scaling.codes(found.sparse)))
+        if abs(used - words) <= tolerance * words:
+            return found
         if used <= words:
             best = found
             if used >= (1 - UNUSED) * words or not found.sparse.any():

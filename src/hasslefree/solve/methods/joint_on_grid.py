@@ -99,7 +99,7 @@ class JointOnGrid(Method):
         passes: the passes of the descent in each turn.
         ranges: the ranges of values that the sweep tries for each group.
         left: d, what H⊥ leaves of the length of the directions that L repairs; 1 for H⊥ = H.
-        relative: as in `SparseGPT`.
+        relative, rate_tolerance: as in `SparseGPT`.
     """
 
     grid: Grid = Grid()
@@ -110,6 +110,7 @@ class JointOnGrid(Method):
     ranges: Positive = 20
     left: Annotated[float, Field(gt=0, le=1)] = 0.1
     relative: bool = False
+    rate_tolerance: Figure = 0.0
 
     def prepare(self, gram: Gram) -> Prepared:
         damped = gram.damped(self.damping)
@@ -165,7 +166,12 @@ class JointOnGrid(Method):
             target: (out, in), zero off the support.
             support: bool (out, in).
         """
-        sweep = SparseGPT(grid=self.grid, ranges=self.ranges, relative=self.relative)
+        sweep = SparseGPT(
+            grid=self.grid,
+            ranges=self.ranges,
+            relative=self.relative,
+            rate_tolerance=self.rate_tolerance,
+        )
         swept = sweep.prune(target, norm.for_sweep, KnownSupport(support))
         if self.grid.rate is not None:
             return swept

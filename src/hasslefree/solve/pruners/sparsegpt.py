@@ -13,6 +13,7 @@ from hasslefree.core.linalg import inverse_factor
 from hasslefree.core.patterns import KnownSupport, Pattern
 from hasslefree.core.protocols import Pruned, Pruner
 from hasslefree.solve.at_rate import at_rate
+from hasslefree.validation import Figure
 
 # The least length of a row over that of all rows, with relative steps.
 SHORTEST = 2.0**-6
@@ -42,12 +43,16 @@ class SparseGPT(Pruner):
             `Grid.search`. Errors are weighed by their cost in the sweep, 1 / U_jj².
         relative: on an entropy-coded grid, the steps of a row are in proportion to its root mean
             square, as rows of an embedding need; otherwise all rows have the same.
+        rate_tolerance: the share by which the bits that S takes may differ from those of an
+            entropy-coded grid. With more than 0, there may be no room for its codes: it is for a
+            first look.
     """
 
     block: int = 128
     grid: Grid | None = None
     ranges: int = 1
     relative: bool = False
+    rate_tolerance: Figure = 0.0
 
     def prepare(self, gram: Gram) -> Tensor:
         return inverse_factor(gram.matrix)
@@ -69,6 +74,7 @@ class SparseGPT(Pruner):
             prepared.diagonal().abs(),
             lambda scaling: self._swept(target, prepared, pattern, scaling),
             lengths(target) if self.relative else None,
+            self.rate_tolerance,
         )
 
     def _swept(
