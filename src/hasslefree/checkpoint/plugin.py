@@ -23,6 +23,7 @@ from hasslefree.files import stored_tensors
 from hasslefree.models.ends import End, asked, find_ends
 from hasslefree.models.experts import SplitExperts, split_experts
 from hasslefree.models.sites import Site, find_sites
+from hasslefree.packed.decoding import decode_layers
 from hasslefree.packed.linear import SparseLowRankLinear, layers_without_numba
 from hasslefree.packed.spec import LayerSpec
 
@@ -108,6 +109,7 @@ class HasslefreeQuantizer(HfQuantizer):
         # For transformers this forbids .half(), .float() and training; here the values are floats
         # like any others.
         model.is_quantized = False  # type: ignore[assignment]
+        decode_layers(model)
         slow = layers_without_numba(model)
         if slow:
             logger.warning(

@@ -1,0 +1,50 @@
+"""Decode the entropy-coded layers of a model when it is loaded, several at a time."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from hasslefree.errors import CheckpointError, GridError
+from hasslefree.packed.linear import SparseLowRankLinear
+
+
+def decode_layers(model: nn.Module) -> None:
+    """Decode the codes of all layers of a model, so that its first call need not.
+
+    Layers on meta are left out: whoever fills them in decodes them at a call.
+
+    Raises:
+        CheckpointError: the codes of a layer are damaged.
+    """
+    layers = list(entropy_coded(model))
+    if not layers:
+        return
+    # The first one makes the tables of the coder, which the others share.
+    decode_layer(layers[0])
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        decoded = pool.map(decode_layer, layers[1:])
+        bar = logging.tqdm(decoded, total=len(layers), initial=1, desc="Decoding weights")
+        for _ in bar:  # the first error, in the order of the layers, is raised here
+            pass
+
+
+def entropy_coded(model: nn.Module) -> Iterator[tuple[str, SparseLowRankLinear]]:
+    """The layers with entropy-coded codes in memory, by name."""
+    for name, module in model.named_modules():
+        if not isinstance(module, SparseLowRankLinear) or module.weight.is_meta:
+            continue
+        grid = module.spec.grid
+        if grid is not None and grid.rate is not None:
+            yield name, module
+
+
+def decode_layer(named: tuple[str, SparseLowRankLinear]) -> None:
+    """Decode the codes of one layer, which keeps them. named: its name in the model, and it."""
+    name, layer = named
+    try:
+        layer.codes(layer.tensors())
+    except GridError as error:
+        raise CheckpointError(f"{name}: {error.message}") from None

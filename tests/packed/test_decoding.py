@@ -1,0 +1,53 @@
+"""What is decoded when a model is loaded, and what is said of codes that are damaged."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import hasslefree
+from hasslefree import Recipe
+from hasslefree.errors import CheckpointError
+from hasslefree.packed import spec
+from hasslefree.packed.decoding import entropy_coded
+from tests.tiny_models import build, logits, segments
+
+
+@pytest.fixture(scope="module")
+def coded(tmp_path_factory):
+    """A folder, and the logits of the model that was compressed."""
+    folder = tmp_path_factory.mktemp("coded") / "out"
+    model = build("llama")
+    hasslefree.compress(model, folder, Recipe(bits=5, coding="entropy", effort="fast"), segments=segments())
+    return folder, logits(model, segments())
+
+
+def test_layers_are_decoded_when_they_are_loaded_and_not_again(coded, monkeypatch):
+    folder, expected = coded
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    layers = dict(entropy_coded(model))
+    assert len(layers) == 14
+    monkeypatch.setattr(spec, "decode", lambda *_: pytest.fail("decoded again"))
+    assert torch.equal(logits(model, segments()), expected)
+
+
+def test_layers_on_meta_are_left_for_later(coded):
+    model = AutoModelForCausalLM.from_pretrained(coded[0])
+    assert not dict(entropy_coded(model.to("meta")))
+
+
+def test_damaged_codes_are_refused_by_the_name_of_their_layer(coded, tmp_path):
+    folder = shutil.copytree(coded[0], tmp_path / "copy")
+    name = "model.layers.1.mlp.up_proj"
+    stream = f"{name}.weight_packed"
+    [file] = [shard for shard in folder.glob("*.safetensors") if stream in load_file(shard)]
+    tensors = load_file(file)
+    tensors[stream][5] ^= 1 << 9
+    save_file(tensors, file, {"format": "pt"})
+    message = (
+        rf"{name}: the entropy-coded codes of a layer of \d+ × \d+ are damaged: .*download the model's files again"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        AutoModelForCausalLM.from_pretrained(folder)
