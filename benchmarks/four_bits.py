@@ -75,8 +75,9 @@ ON_GRID: dict[str, Any] = {"method": "joint-grid", "group_size": 64, "scale_bits
 
 
 def sized_rows(size: str, efforts: tuple[str, ...], **fields: Any) -> Rows:
-    """Rows of a size, with bits and ranks chosen for each matrix."""
-    return {f"{size}, {effort}": Spec(fields | {"size": size, "effort": effort}) for effort in efforts}
+    """Rows of a size in codes of one length, with bits and ranks chosen for each matrix."""
+    fields = fields | {"size": size, "coding": "fixed"}
+    return {f"{size}, {effort}": Spec(fields | {"effort": effort}) for effort in efforts}
 
 
 def uniform_rows(bits: int, ranks: tuple[int, ...], efforts: tuple[str, ...]) -> Rows:

@@ -133,7 +133,7 @@ def main() -> None:
     content = resumed(output, header, "results")
     models.fill(content, output, {("dense",): (measurement, None, None, 0, False)}, real_model.row)
     dense = content["results"]["dense"]["perplexity"]
-    fields = {"size": args.size, "effort": args.effort}
+    fields = {"size": args.size, "effort": args.effort, "coding": "fixed"}
     jobs: dict[tuple[str, ...], tuple[Any, ...]] = {}
     for name in args.rows:
         texts = Texts(*(args.mixture if mixed else [args.calibration] for mixed in ROWS[name]))

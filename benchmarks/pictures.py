@@ -23,10 +23,16 @@ from tables.real import gap_of
 MODEL = "SmolLM2-135M-Instruct"
 QWEN = "Qwen2.5-Coder-0.5B"
 # The rows of whole_files_MODEL.json in the picture with which README begins, and the label of each.
-OURS = {"4.3bits, best": "--size 4.3bits, best", "5.2bits, balanced": "default", "105MB, balanced": "--size 105MB"}
-ENTROPY_CODED = {
+OURS = {
     "3.54bits, balanced, entropy-coded": "--size 3.54bits",
-    "5.2bits, balanced, entropy-coded": "default size",
+    "4.3bits, balanced, entropy-coded": "--size 4.3bits",
+    "5.2bits, balanced, entropy-coded": "default",
+    "105MB, balanced, entropy-coded": "--size 105MB",
+}
+FIXED = {
+    "4.3bits, best": "--size 4.3bits, best",
+    "5.2bits, balanced": "default size",
+    "105MB, balanced": "--size 105MB",
 }
 LLAMA_CPP = {f"llama.cpp {kind}, matrix": kind for kind in ("IQ3_M", "IQ4_XS", "Q3_K_M", "Q4_K_M", "Q5_K_M")}
 
@@ -39,13 +45,13 @@ def first_seeds(name: str) -> Content:
 def whole_files() -> Any:
     """The loss on unseen kinds of text against the size of the file, in letters that a phone can show."""
     rows = first_seeds(f"whole_files_{MODEL}")
-    names = ("hasslefree", "hasslefree, --coding entropy", "llama.cpp, importance matrix")
+    names = ("hasslefree", "hasslefree, --coding fixed", "llama.cpp, importance matrix")
     groups: Groups = {name: [] for name in names}
-    for (group, points), labels in zip(groups.items(), (OURS, ENTROPY_CODED, LLAMA_CPP), strict=True):
+    for (group, points), labels in zip(groups.items(), (OURS, FIXED, LLAMA_CPP), strict=True):
         for name in [name for name in labels if name in rows]:
             increase = in_percent(rows[name]["unseen"])
             point = Point(rows[name]["file_bytes"] / 1e6, increase, labels[name], style_of(group))
-            points.append(replace(point, filled=labels is not ENTROPY_CODED))
+            points.append(replace(point, filled=labels is not FIXED))
     figure, axes = canvas(6, 4)
     axes.set_ylim(0, 1.4 * max(point.y for points in groups.values() for point in points))
     axes.margins(x=0.19)

@@ -43,24 +43,39 @@ def small(tmp_path_factory):
     return folder / "model", ["--calibration", folder / "text.txt", "--samples", "4", "--seqlen", "16"]
 
 
-def test_plan_shows_what_a_size_gives_each_layer_and_compress_does_it(small, monkeypatch, capsys, tmp_path):
+SIZES = {"fixed": "72kB", "entropy": "50kB"}
+
+
+@pytest.mark.parametrize(
+    ("coding", "ranges"), [("fixed", r"int\d–\d"), ("entropy", r"entropy-coded, [\d.]+–[\d.]+ bits")]
+)
+def test_plan_shows_what_a_size_gives_each_layer_and_compress_does_it(
+    coding, ranges, small, monkeypatch, capsys, tmp_path
+):
     """Oracle: the folder that `compress` writes."""
     model, text = small
-    flags = ["--size", "72kB", *text, "--effort", "fast"]
+    flags = ["--size", SIZES[coding], "--coding", coding, *text, "--effort", "fast"]
     code, printed = run(monkeypatch, capsys, "plan", model, *flags, "--output", tmp_path / "a.json")
     assert code == 0, printed
     found = json.loads((tmp_path / "a.json").read_text())
     dealt, *uniform = found["advice"]
-    assert dealt["bytes"] <= 72_000
-    assert all(dealt["divergence"] < each["divergence"] and each["bytes"] <= 72_000 for each in uniform)
-    assert re.search(r"by layer +\d–\d .*uniform +\d ", printed, re.DOTALL)
-    assert re.search(r"_proj +.*int\d–\d ", printed)
+    room = 1000 * int(SIZES[coding].removesuffix("kB"))
+    assert dealt["bytes"] <= room
+    assert all(dealt["divergence"] < each["divergence"] and each["bytes"] <= room for each in uniform)
+    assert re.search(r"by layer +[\d.]+–[\d.]+ .*uniform +\d ", printed, re.DOTALL)
+    assert re.search(rf"_proj +.*{ranges} ", printed)
     code, printed = run(monkeypatch, capsys, "compress", model, tmp_path / "out", *flags)
     assert code == 0, printed
     assert sum(tensor.nbytes for tensor in tensors_of(tmp_path / "out").values()) == dealt["bytes"]
     layers = json.loads((tmp_path / "out" / "compression.json").read_text())["layers"]
     planned = {(row["kind"], row["bits"], row["rank"]) for row in found["layers"]}
-    assert {(row["name"].rpartition(".")[2], row["grid"]["bits"], row["rank"]) for row in layers} == planned
+    written = {(row["name"].rpartition(".")[2], bits_of(row["grid"]), row["rank"]) for row in layers}
+    assert written == planned
+
+
+def bits_of(grid):
+    """The bits of a code on a grid of compression.json."""
+    return grid.get("rate") or grid["bits"]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ MISTAKES = {
     "compress MODEL NEW --size 1GB": "the uncompressed model takes 3.9 MB, which is already within the size of 1.0 GB; "
     "give a smaller size",
     "compress MODEL NEW --size 100kB": "a size of 100.0 kB is too small: the least possible with method joint-grid is "
-    "614.8kB (dense, int2 in groups of 32, with offsets, scales of 5 bits, rank 0); use --size 614.8kB",
+    "404.2kB (dense, entropy-coded, 1.5 bits, rank 0); use --size 404.2kB",
     "compress MODEL NEW --size 50%": "'50%' is not a size; give bytes of all weights, such as --size 150MB, 1.5GB or "
     "2000000, or bits for each weight of the compressed layers, such as --size 4.8bits",
     "compress MODEL NEW --bits 7": "bits must be one of 2, 3, 4, 5, 6, 8, got 7; use --bits 6 or --bits 8",

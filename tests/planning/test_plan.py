@@ -10,6 +10,7 @@ from torch import nn
 
 import hasslefree
 from hasslefree import Recipe
+from hasslefree.core.grids import RATES
 from hasslefree.errors import BudgetError, GridError, ModelError, PatternError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.experts import split_experts
@@ -19,7 +20,12 @@ from hasslefree.recipe.engines import block_of
 from tests.tiny_models import build, segments, tensors_of
 
 # Every default, within a size and without one.
-RECIPES = [{"scale_bits": 16}, {"size": "6bits"}, {"bits": 4, "rank": 8}, {"pattern": "2:4", "rank": 8}]
+RECIPES = [
+    {"scale_bits": 16},
+    {"size": "6bits", "coding": "fixed"},
+    {"bits": 4, "rank": 8},
+    {"pattern": "2:4", "rank": 8},
+]
 
 
 def with_thin_layers(shape=(4, 4)):
@@ -210,3 +216,13 @@ def test_the_planned_bytes_are_those_of_the_tensors_in_the_files(family, tmp_pat
     planned = weights_on_disk(model, plan)
     hasslefree.compress(model, tmp_path / "out", recipe, segments=segments())
     assert planned == sum(tensor.nbytes for tensor in tensors_of(tmp_path / "out").values())
+
+
+@pytest.mark.parametrize(("size", "said"), [("5bits", False), ("75kB", True)])
+def test_a_size_that_entropy_coding_does_not_fill_is_said(size, said, caplog):
+    resolved = Recipe(size=size).resolve(with_text=False)
+    model = build("llama")
+    plan = plan_of(model, select(find_blocks(model), resolved), resolved)
+    assert (max(layer.grid.rate for layer in plan.layers) == RATES[-1]) == said
+    message = "entropy-coded layers get at most 6.5 bits a weight, so the result is smaller than the size of 75.0 kB"
+    assert (message in caplog.text) == said

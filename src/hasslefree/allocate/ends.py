@@ -192,14 +192,16 @@ class EndProbe:
             sample = weight[rows.to(weight.device)].to(gram.matrix.dtype)
         prepared = probe_method(resolved.end_grids[0]).prepare(gram)
         share = len(weight) / len(sample)
-        plans = [self.plans[end.name]]
+        uniform = self.plans[end.name]
+        assert uniform.grid is not None
+        plans = [uniform]
+        grids = [uniform.grid]
         if resolved.embedding_bits is None:
-            grids = near(plans[0].grid, grids_like(plans[0], resolved.end_grids, resolved))
-            plans = [replace(plans[0], grid=grid) for grid in grids]
-        grids = [plan.grid for plan in plans if plan.grid is not None]
+            grids = grids_like(uniform, resolved.end_grids, resolved)
+            plans = [replace(uniform, grid=grid) for grid in near(uniform.grid, grids)]
 
         def measure(grid: Grid) -> BitsAndError:
-            found = FirstLook.at(sample, gram, prepared, plans[0].kept, grid)
+            found = FirstLook.at(sample, gram, prepared, uniform.kept, grid)
             return found.bits, share * gram.loss(sample - found.sparse)
 
         losses: dict[Grid, Tensor] = {}
@@ -208,14 +210,14 @@ class EndProbe:
         return LayerChoice(GridOptions(plans, losses), rate, end.name)
 
 
-def near(grid: Grid | None, grids: list[Grid]) -> list[Grid]:
+def near(grid: Grid, grids: list[Grid]) -> list[Grid]:
     """The grids that an end may get in place of its uniform one: all, or with entropy coding those
     of nearly the same rate.
 
     What an end loses for an error is measured on one that is alike in all inputs. That of an
     entropy-coded end is not, so that the estimate is too rough to move it far from the layers.
     """
-    if grid is None or grid.rate is None:
+    if grid.rate is None:
         return grids
     uniform = grid.rate
     return [found for found in grids if abs(found.stored_bits - uniform) <= NEAR]

@@ -3,6 +3,7 @@ within a size.
 """
 
 import dataclasses
+import logging
 import math
 import zlib
 from bisect import bisect_right
@@ -13,7 +14,7 @@ import torch
 
 from hasslefree.core.budgets import Budget
 from hasslefree.core.factors import check_factor_bits
-from hasslefree.core.grids import Grid
+from hasslefree.core.grids import BITS, RATES, Grid
 from hasslefree.core.patterns import Pattern
 from hasslefree.errors import (
     BudgetError,
@@ -32,6 +33,8 @@ from hasslefree.recipe.engines import ENGINES, GROUP, fused_apart, type_like
 from hasslefree.recipe.resolve import Resolved
 from hasslefree.solve.methods import with_grid
 from hasslefree.units import Size
+
+logger = logging.getLogger(__name__)
 
 # Ranks within a size are multiples of STEP where S is on a grid, which suits kernels.
 STEP = 8
@@ -354,9 +357,24 @@ def plan_of(model: torch.nn.Module, selection: Selection, resolved: Resolved) ->
 
     It is that of the recipe, or the best uniform one within its size.
     """
-    if resolved.size:
-        return uniform_plans(model, selection, resolved)[0]
-    return make_plan(selection, resolved)
+    if not resolved.size:
+        return make_plan(selection, resolved)
+    plan = uniform_plans(model, selection, resolved)[0]
+    if resolved.bits is None and all(is_at_highest_rate(layer) for layer in plan.layers):
+        logger.warning(
+            "entropy-coded layers get at most %g bits a weight, so the result is smaller than the"
+            " size of %s; %s has up to %d bits",
+            RATES[-1],
+            resolved.size_limit,
+            option("coding", "fixed"),
+            BITS[-1],
+        )
+    return plan
+
+
+def is_at_highest_rate(layer: LayerPlan) -> bool:
+    """Say whether a layer has the most bits that entropy coding offers."""
+    return layer.grid is not None and layer.grid.rate == RATES[-1]
 
 
 def uniform_plans(model: torch.nn.Module, selection: Selection, resolved: Resolved) -> list[Plan]:

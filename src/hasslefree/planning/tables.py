@@ -151,8 +151,10 @@ def layer_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     for (kind, shape), group in kinds.items():
         bits = [row["bits"] for row in group if row["bits"]]
         pattern = "\n".join(dict.fromkeys(row["pattern"] for row in group))
-        if len(set(bits)) > 1:
+        if len(set(bits)) > 1 and all(isinstance(width, int) for width in bits):
             pattern = f"int{span(bits)}"
+        elif len(set(bits)) > 1:  # rates
+            pattern = f"entropy-coded, {span(bits, '{:g}')} bits"
         ranks = span([row["rank"] for row in group])
         count = sum(row["count"] for row in group)
         stored = sum(row["bytes"] for row in group)

@@ -8,10 +8,10 @@ from typing import Any
 from hasslefree.core.budgets import Budget
 from hasslefree.core.factors import BITS as FACTOR_BITS
 from hasslefree.core.factors import check_factor_bits
-from hasslefree.core.grids import BITS, RATES, Grid, check_bits
+from hasslefree.core.grids import BITS, MOST_RATE, RATES, Grid, check_bits
 from hasslefree.core.protocols import Method
 from hasslefree.core.scales import SCALE_BITS
-from hasslefree.errors import HasslefreeError, Problem, RecipeError, option
+from hasslefree.errors import BudgetError, HasslefreeError, Problem, RecipeError, option
 from hasslefree.recipe.engines import ENGINES, K_TYPES, WIDE_TYPES, fused_name, grid_for, refusal
 from hasslefree.recipe.fields import NAMES, Allocate, Fields
 from hasslefree.solve.methods import METHODS, build_method, with_grid
@@ -53,6 +53,8 @@ SMALL_GROUP = 32
 SMALL_SCALES = 5
 # Scales of so many bits are floats.
 FLOAT_BITS = 16
+# Fields that say how much of S and L there is in a layer.
+OF_BUDGET = ("rank", "sparsity", "ratio", "rank_share", "factor_bits")
 # Fields that say how S is quantised, those that ask for a grid unless S is pruned, and those of a
 # method.
 OF_GRID = ("bits", "group_size", "symmetric", "offset", "scale_bits", "coding")
@@ -205,6 +207,7 @@ def with_defaults(recipe: Fields) -> Fields:
         "method": default_method,
         "pattern": default_pattern,
         "effort": default_effort,
+        "coding": default_coding,
     }
     for name, default in openings.items():
         if getattr(recipe, name) is None:
@@ -249,6 +252,25 @@ def default_effort(recipe: Fields) -> str | None:
     if recipe.method in OURS:
         return "balanced"
     return None
+
+
+def default_coding(recipe: Fields) -> str | None:
+    """Entropy coding for a size that it can fill, if bits alone are left to choose and no program
+    but transformers is to read the codes.
+    """
+    if recipe.size is None or recipe.method != "joint-grid" or recipe.pattern != "dense":
+        return None
+    if any(getattr(recipe, name) is not None for name in ("engine", *OF_BUDGET, *OF_GRID)):
+        return None
+    if recipe.embedding_bits is not None and recipe.embedding_bits > MOST_RATE:
+        return None
+    try:
+        size = Size.parse(recipe.size)
+    except BudgetError:  # which `size_problems` names
+        return None
+    if size.in_bits and size.amount > RATES[-1]:
+        return None
+    return "entropy"
 
 
 def effort_defaults(recipe: Fields) -> dict[str, Any]:
