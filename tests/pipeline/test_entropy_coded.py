@@ -138,7 +138,7 @@ def test_what_it_does_not_go_with_is_said_before_the_work(fields, sentence, tmp_
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("to", ["mlx", "compressed-tensors"])
+@pytest.mark.parametrize("to", ["mlx", "compressed-tensors", "gguf"])
 def test_engines_refuse_the_folder(to, tmp_path):
     recipe = Recipe(bits=5, rank=0, coding="entropy", effort="fast")
     hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments())

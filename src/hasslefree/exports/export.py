@@ -26,6 +26,7 @@ from hasslefree.checkpoint.output import (
     replaced_whole,
 )
 from hasslefree.errors import ModelError, OutputError, UnknownNameError, option
+from hasslefree.exports.codes import check_layers
 from hasslefree.exports.converter import dense_template
 from hasslefree.exports.formats import (
     Target,
@@ -107,11 +108,12 @@ def export(
     with ExitStack() as stack:
         opened = None
         with phases.phase(LOADING):
+            model = load_model(str(source), "auto", "cpu", trust_remote_code)
             if to == "gguf":
+                check_layers(model, "llama.cpp")  # before the converter is looked for, and runs
                 workspace = next(parent for parent in target.parents if parent.exists())
                 dense = dense_template(source, template, converter, workspace, config.dtype)
                 opened = stack.enter_context(dense)
-            model = load_model(str(source), "auto", "cpu", trust_remote_code)
         auto = auto_class(model.config).__name__
         # Compressed folders have transformers' own names; the export has those that checkpoints of
         # the family have.
