@@ -39,7 +39,7 @@ def walk_of(model, tokens, folder, storage="device"):
 
 
 def pruned(layer, plan):
-    sparse = layer.look(plan.kept, None).sparse
+    sparse = layer.changed(plan.kept, None)
     return (sparse, layer.output_weights()), layer.divergence(sparse)
 
 

@@ -88,7 +88,7 @@ def test_a_layer_that_only_chooses_counts_as_the_others_of_its_block(tmp_path):
     walk = Walk.open(model, blocks, Weights(model, model.device), tokens[:1])
 
     def pruned(layer, its_plan):
-        return None, layer.divergence(layer.look(its_plan.kept, None).sparse)
+        return None, layer.divergence(layer.changed(its_plan.kept, None))
 
     measured = sensitivities(walk, plan, tokens, ALONE, pruned)
     for layers in measured:

@@ -131,9 +131,9 @@ def test_what_bits_and_ranks_lose():
     errors, root = {}, torch.linalg.cholesky(gram.matrix.double())
     for bits in (2, 3, 4, 5, 6, 8):
         each = dataclasses.replace(grid, bits=bits)
-        change = (weight - layer.look(DENSE, each).sparse).double()
+        change = (weight - layer.changed(DENSE, each)).double()
         errors[each] = torch.linalg.svdvals(change @ root).square()
-    change = (weight - layer.look(DENSE, grid).sparse).double()
+    change = (weight - layer.changed(DENSE, grid)).double()
     by_output = (x.double() @ change.T) * gradients
     rate = float(by_output.square().sum(1).mean() / 2 / errors[grid].sum())
     assert sensitivity == pytest.approx(rate * float(errors[dataclasses.replace(grid, bits=2)].sum()), rel=1e-3)
@@ -169,7 +169,7 @@ def test_errors_on_grids_are_estimated_from_some_rows(kept, pattern):
     plan = LayerPlan.of((2048, 32), kept, 0, torch.bfloat16, grid)
     options, _ = grid_options(layer, plan, Recipe(size="6bits", **pattern, **QUICK).resolve(with_text=False))
     coarse, fine = (dataclasses.replace(grid, bits=bits) for bits in (2, 6))
-    all_rows = [gram.loss(weight - layer.look(kept, each).sparse) for each in (coarse, fine)]
+    all_rows = [gram.loss(weight - layer.changed(kept, each)) for each in (coarse, fine)]
     losses = {each.bits: float(values[0]) for each, values in options.losses.items()}
     assert losses[6] / losses[2] == pytest.approx(all_rows[1] / all_rows[0], rel=0.15)
 

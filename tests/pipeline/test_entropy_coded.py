@@ -8,11 +8,12 @@ import hasslefree
 from hasslefree import Gram, Recipe
 from hasslefree.allocate.ends import NEAR
 from hasslefree.allocate.options import errors_on, interpolated
-from hasslefree.allocate.sensitivity import ROUGH, FirstLook, probe_method
+from hasslefree.allocate.sensitivity import ROUGH, bits_and_error, probe_method
 from hasslefree.core.entropy import encode, words_for_rate
 from hasslefree.core.grids import BITS, RATES, Grid
 from hasslefree.core.patterns import Unstructured
 from hasslefree.errors import HasslefreeError, ModelError, RecipeError
+from hasslefree.solve.decompose import approximation
 from tests import oracles
 from tests.tiny_models import build, logits, segments, tensors_of
 
@@ -97,24 +98,40 @@ def test_errors_on_codes_of_one_length_are_measured():
     assert errors_on(grids, lambda grid: (grid.stored_bits, 1.0 / grid.bits)) == {g: 1 / g.bits for g in grids}
 
 
-def test_a_first_look_tells_the_bits_that_it_takes():
-    """Oracle: the words of the stream of the codes of its S, which are found by their scales anew."""
+def test_a_first_look_tells_the_bits_that_it_takes_and_its_error():
+    """Oracle: the words of the stream of the codes of S, which are found by their scales anew."""
     weight, h = oracles.problem(256, 128)
     gram = Gram(h, 1)
+    kept = Unstructured(weight.numel())
     for rate in (1.5, 4.0, 6.5):
         grid = Grid.entropy_coded(rate)
         method = probe_method(grid)
-        found = FirstLook.at(weight, gram, method.prepare(gram), Unstructured(weight.numel()), grid)
-        steps = [column.unique().diff().min() for column in found.sparse.T]
-        scaled = found.sparse / torch.stack(steps)
+        prepared = method.prepare(gram)
+        bits, error = bits_and_error(weight, gram, prepared, kept, grid)
+        sparse = approximation(method, weight, gram, prepared, kept, 0, 0).sparse
+        steps = [column.unique().diff().min() for column in sparse.T]
+        scaled = sparse / torch.stack(steps)
         codes = scaled.round()
         torch.testing.assert_close(scaled, codes, rtol=0, atol=0.02)
         words = len(encode((codes + 128).to(torch.uint8)))
-        assert found.bits == pytest.approx(32 * words / weight.numel(), rel=1e-3)
-        assert found.bits == pytest.approx(rate, rel=ROUGH)
+        assert bits == pytest.approx(32 * words / weight.numel(), rel=1e-3)
+        assert bits == pytest.approx(rate, rel=ROUGH)
+        assert error == pytest.approx(oracles.loss(weight - sparse, h), rel=1e-4)
     fixed = Grid(4, 32)
-    look = FirstLook.at(weight, gram, probe_method(fixed).prepare(gram), Unstructured(weight.numel()), fixed)
-    assert look.bits == fixed.stored_bits
+    assert bits_and_error(weight, gram, probe_method(fixed).prepare(gram), kept, fixed)[0] == fixed.stored_bits
+
+
+@pytest.mark.parametrize("allocate", ["error", "uniform"])
+def test_inputs_that_are_always_zero_take_no_bits(allocate, tmp_path):
+    """As those of ReLU may be: what is left gets their bits, as far as codes of eight bits use them."""
+    model = build("llama")
+    with torch.no_grad():
+        for block in model.model.layers:
+            block.input_layernorm.weight[:20] = 0
+            block.post_attention_layernorm.weight[:31] = 0
+    recipe = Recipe(size="5bits", effort="fast", check=False, allocate=allocate)
+    record = hasslefree.compress(model, tmp_path / "out", recipe, segments=segments())
+    assert max(layer.relative_error for layer in record.layers if "gate_proj" in layer.name) < 1e-3
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,17 @@ def test_degenerate_weights(rate):
     dead[3] = dead[:, 3] = 0
     large = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
     large[5] *= 1000
-    cases = [(torch.zeros(16, 32), h), (torch.ones(16, 32), h), (large, dead), (torch.ones(1, 32), h)]
+    few = torch.zeros(16, 32)
+    few[:, 7] = torch.randn(16, generator=torch.Generator().manual_seed(1))
+    uneven = large * torch.logspace(-6, 6, 32)
+    cases = [
+        (torch.zeros(16, 32), h),
+        (torch.ones(16, 32), h),
+        (large, dead),
+        (torch.ones(1, 32), h),
+        (few, h),
+        (uneven, h),
+    ]
     for weight, second in cases:
         found = solved(METHODS["gptq"], rate, weight, second)
         assert found.sparse.isfinite().all()

@@ -78,7 +78,7 @@ class Inspection:
         """The options of a layer, and its sensitivity. plan: its uniform one."""
         if plan.grid is not None:
             return grid_options(layer, plan, self.resolved)
-        sparse = layer.look(plan.kept, None).sparse
+        sparse = layer.changed(plan.kept, None)
         weights = layer.output_weights()
         if weights is not None:
             self.output_weights[layer.full] = weights.cpu()

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from hasslefree.allocate.options import (
-    BitsAndError,
     GridOptions,
     LayerChoice,
     errors_on,
     grids_like,
     reciprocal,
 )
-from hasslefree.allocate.sensitivity import FirstLook, probe_method
+from hasslefree.allocate.sensitivity import BitsAndError, bits_and_error, probe_method
 from hasslefree.core.gram import Gram, working_dtype
 from hasslefree.core.grids import Grid
 from hasslefree.core.predictions import kl_by_token
@@ -201,8 +200,8 @@ class EndProbe:
             plans = [replace(uniform, grid=grid) for grid in near(uniform.grid, grids)]
 
         def measure(grid: Grid) -> BitsAndError:
-            found = FirstLook.at(sample, gram, prepared, uniform.kept, grid)
-            return found.bits, share * gram.loss(sample - found.sparse)
+            bits, error = bits_and_error(sample, gram, prepared, uniform.kept, grid)
+            return bits, share * error
 
         losses: dict[Grid, Tensor] = {}
         for grid, lost in errors_on(grids, measure).items():

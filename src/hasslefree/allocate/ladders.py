@@ -125,6 +125,8 @@ def rank_gains(
     matrix = gram.matrix
     residual = residual.to(matrix.dtype)
     total = gram.loss(residual)
+    if count == 0:
+        return matrix.new_zeros(0, dtype=torch.float64), total
     if min(residual.shape) <= FEW * (count + SPARE):
         values = _all_eigenvalues(residual.double(), matrix.double())
     else:

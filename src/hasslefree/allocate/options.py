@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hasslefree.allocate.ladders import Ladder, hull, rank_gains
-from hasslefree.allocate.sensitivity import ProbedLayer
+from hasslefree.allocate.sensitivity import BitsAndError, ProbedLayer
 from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import KnownSupport, Unstructured
@@ -34,10 +34,6 @@ ROWS = 256
 NO_ERROR = 1e-6
 # The rates at which errors are measured; between these, their logarithms are interpolated.
 MEASURED_RATES = (4.0,)
-# Bits beyond the outer measurements, more than any grid is away from them.
-FAR = 8.0
-# The bits that the codes of a matrix take, a weight, and tr(E H Eᵀ) of its error E.
-BitsAndError = tuple[float, float]
 # Plans of a matrix, each with what it loses, in nats per token.
 PricedPlans = list[tuple[LayerPlan, float]]
 
@@ -281,7 +277,7 @@ def grid_options(
     whole = plan.grid
     if errors[whole] <= NO_ERROR * most:  # the weights lie on it, as those of a quantised model
         whole = grids[0]
-    rounded = layer.look(plan.kept, whole).sparse
+    rounded = layer.changed(plan.kept, whole)
     spectrum, error = rank_gains(layer.weight.to(rounded.dtype) - rounded, layer.gram, ranks[-1])
     rate = layer.divergence(rounded, rows_independent=True) * reciprocal(error)
     shares = spectrum.cpu().double().cumsum(0) * reciprocal(error)
@@ -309,12 +305,11 @@ def _errors(layer: ProbedLayer, plan: LayerPlan, grids: Sequence[Grid]) -> dict[
     if kept.kept(sample.weight.shape) < sample.weight.numel():
         # The search for the support takes far longer than to put S on a grid, and hardly depends
         # on it. Of the finest grid, because few values within the support become zero.
-        kept = KnownSupport(sample.look(kept, grids[-1]).sparse != 0)
+        kept = KnownSupport(sample.changed(kept, grids[-1]) != 0)
 
     def measure(grid: Grid) -> BitsAndError:
-        found = sample.look(kept, grid)
-        error = sample.weight.to(found.sparse.dtype) - found.sparse
-        return found.bits, share * layer.gram.loss(error)
+        bits, error = sample.measured(kept, grid)
+        return bits, share * error
 
     return errors_on(grids, measure)
 
@@ -339,19 +334,19 @@ def interpolated(points: Sequence[BitsAndError], grids: Sequence[Grid]) -> dict[
     """The errors on entropy-coded grids from measured ones.
 
     The logarithm is linear between two points. Beyond the outer ones, it goes on as between the
-    last two, but a bit no more than quarters the error: where codes of eight bits do not reach the
-    largest weights, it does less.
+    last two, but a bit no more than quarters the error, and does not raise it: where codes of eight
+    bits do not reach the largest weights, it does less.
     """
-    known = dict(sorted(points))
-    bits = list(known)
-    logarithms = [math.log(max(error, sys.float_info.min)) for error in known.values()]
+    known = dict(sorted(points))  # of those with the same bits, one counts
+    bits = np.array(list(known))
+    logarithms = np.log(np.maximum(list(known.values()), sys.float_info.min))
     slopes = np.array([-math.log(4)])
     if len(bits) > 1:
         slopes = (np.diff(logarithms) / np.diff(bits)).clip(-math.log(4), 0)
-    bits = [bits[0] - FAR, *bits, bits[-1] + FAR]
-    first = logarithms[0] - FAR * slopes[0]
-    last = logarithms[-1] + FAR * slopes[-1]
-    found = np.interp([grid.stored_bits for grid in grids], bits, [first, *logarithms, last])
+    wanted = np.array([grid.stored_bits for grid in grids])
+    found = np.interp(wanted, bits, logarithms)  # beyond the outer points, their own values
+    found += slopes[0] * np.minimum(wanted - bits[0], 0)
+    found += slopes[-1] * np.maximum(wanted - bits[-1], 0)
     return dict(zip(grids, np.exp(found).tolist(), strict=True))
 
 

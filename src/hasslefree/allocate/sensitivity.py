@@ -54,12 +54,15 @@ if TYPE_CHECKING:
     from hasslefree.allocate.ends import EndProbe
 
 T = TypeVar("T")
+# The bits that the codes of a matrix take, a weight, and tr(E H Eᵀ) of its error E.
+BitsAndError = tuple[float, float]
 # Tokens of whose predictions labels are sampled at a time.
 TOKENS = 256
 # The least weight of an output, relative to the mean: one that no gradient reached on the probes
 # still counts a little.
 LEAST_WEIGHT = 1e-3
-# The share by which a first look may miss the bits of an entropy-coded grid; see `FirstLook`.
+# The share by which a first look may miss the bits of an entropy-coded grid; see
+# `bits_and_error`.
 ROUGH = 0.1
 # Between the seeds of two segments.
 SPREAD = 0x9E3779B97F4A7C15
@@ -73,35 +76,20 @@ def probe_method(grid: Grid | None) -> Method:
     return JointOnGrid(grid, rounds=rounds, turns=1, passes=0, ranges=1, rate_tolerance=ROUGH)
 
 
-@dataclass(frozen=True)
-class FirstLook:
-    """S of `probe_method`.
+def bits_and_error(
+    weight: Tensor, gram: Gram, prepared: Any, pattern: Pattern, grid: Grid
+) -> BitsAndError:
+    """Take a first look at a weight (out, in), in the working dtype, on a grid.
 
     Args:
-        sparse: (out, in), in the working dtype.
-        bits: those that its codes take, a weight; 0 without a grid.
+        prepared: what `probe_method` prepares for `gram`.
     """
-
-    sparse: Tensor
-    bits: float
-
-    @classmethod
-    def at(
-        cls, weight: Tensor, gram: Gram, prepared: Any, pattern: Pattern, grid: Grid | None
-    ) -> "FirstLook":
-        """A look at a weight (out, in), in the working dtype.
-
-        Args:
-            prepared: what `probe_method` prepares for `gram`.
-        """
-        method = probe_method(grid)
-        found = approximation(method, weight, gram, prepared, pattern, 0, 0)
-        if grid is None:
-            return cls(found.sparse, 0.0)
-        if grid.rate is None or found.scaling is None:
-            return cls(found.sparse, grid.stored_bits)
-        words = len(encode(found.scaling.codes(found.sparse)))
-        return cls(found.sparse, 32 * words / weight.numel())
+    found = approximation(probe_method(grid), weight, gram, prepared, pattern, 0, 0)
+    error = gram.loss(weight - found.sparse)
+    if grid.rate is None or found.scaling is None:
+        return grid.stored_bits, error
+    words = len(encode(found.scaling.codes(found.sparse)))
+    return 32 * words / weight.numel(), error
 
 
 @dataclass(frozen=True)
@@ -273,18 +261,27 @@ class ProbedLayer:
     owner: int
     world: World
 
-    def look(self, pattern: Pattern, grid: Grid | None) -> FirstLook:
-        """A first look at it, the same in all processes."""
-        sparse = torch.empty_like(self.weight, dtype=self.gram.matrix.dtype)
-        bits = sparse.new_zeros(1)
+    def changed(self, pattern: Pattern, grid: Grid | None) -> Tensor:
+        """S of `probe_method`: (out, in), in the working dtype, the same in all processes."""
+        kept = torch.empty_like(self.weight, dtype=self.gram.matrix.dtype)
         if self.owner == self.world.rank:
-            weight = self.weight.to(sparse.dtype)
-            found = FirstLook.at(weight, self.gram, self.prepared, pattern, grid)
-            sparse.copy_(found.sparse)
-            bits.fill_(found.bits)
-        self.world.broadcast_(sparse, self.owner)
-        self.world.broadcast_(bits, self.owner)
-        return FirstLook(sparse, bits.item())
+            weight = self.weight.to(kept.dtype)
+            method = probe_method(grid)
+            result = approximation(method, weight, self.gram, self.prepared, pattern, 0, 0)
+            kept.copy_(result.sparse)
+        self.world.broadcast_(kept, self.owner)
+        return kept
+
+    def measured(self, pattern: Pattern, grid: Grid) -> BitsAndError:
+        """A first look at it on a grid, the same in all processes."""
+        numbers = self.weight.new_zeros(2, dtype=widest_dtype(self.weight.device))
+        if self.owner == self.world.rank:
+            weight = self.weight.to(self.gram.matrix.dtype)
+            found = bits_and_error(weight, self.gram, self.prepared, pattern, grid)
+            numbers.copy_(torch.tensor(found))
+        self.world.broadcast_(numbers, self.owner)
+        bits, error = numbers.tolist()
+        return bits, error
 
     def output_weights(self) -> Tensor | None:
         """The mean square of the gradient at each output over that of all outputs, at least

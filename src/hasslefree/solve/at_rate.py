@@ -27,6 +27,8 @@ GAUSSIAN = math.log2(2 * math.pi * math.e) / 2
 # Relative steps of inputs are within these limits, which float16 holds.
 NARROWEST = 2.0**-8
 WIDEST = 2.0**8
+# What lies between the narrowest and the widest steps of a matrix at most.
+OCTAVES_OF_WIDTHS = 15
 
 
 def at_rate(
@@ -53,9 +55,7 @@ def at_rate(
     widths = widths / widths.log().mean().exp()
     if heights is None:
         heights = target.new_ones(len(target))
-    deviations = (target / heights.unsqueeze(1)).square().mean(0).sqrt()
-    spread = (deviations / widths).clamp_min(torch.finfo(target.dtype).tiny)
-    step = spread.log2().mean().item() + GAUSSIAN - grid.rate
+    step, least = steps_to_try(target / heights.unsqueeze(1), widths, grid.rate)
     best: Pruned | None = None
     for tries in range(1, MOST_TRIES + 1):
         scaling = scaling_with(grid, target, widths, heights * 2.0**step)
@@ -65,12 +65,35 @@ def at_rate(
             return found
         if used <= words:
             best = found
-            if used >= (1 - UNUSED) * words or not found.sparse.any():
+            if used >= (1 - UNUSED) * words or step == least:
                 break
         if best is not None and tries >= TRIES:
             break
         step += 32 * (used - words) / target.numel() + grid.rate * UNUSED / 2
+        step = max(step, least)
     return best or found
+
+
+def steps_to_try(target: Tensor, widths: Tensor, rate: float) -> tuple[float, float]:
+    """The binary logarithms of two steps: that at which Gaussian entries would take the bits of a
+    rate, and the least one of use.
+
+    With a shorter one than that, the largest codes of all inputs would be `REACH` again, or the
+    widths of some would not fit into float16.
+
+    Args:
+        target: (out, in). Inputs without weights take no bits.
+        widths: of the steps of the inputs, (in,).
+    """
+    used = target.any(0)
+    if not used.any():
+        return 0.0, 0.0
+    deviations = target.square().mean(0).sqrt()[used]
+    reach = target.abs().amax(0)[used] / widths[used] / REACH
+    least = max(reach.min().log2().item(), reach.max().log2().item() - OCTAVES_OF_WIDTHS)
+    spread = (deviations / widths[used]).log2().mean().item()
+    step = spread + GAUSSIAN - rate * len(widths) / int(used.sum())
+    return max(step, least), least
 
 
 def scaling_with(grid: Grid, target: Tensor, widths: Tensor, steps: Tensor) -> Scaling:
