@@ -10,18 +10,18 @@ from torch import nn
 
 import hasslefree
 from hasslefree import Recipe
-from hasslefree.core.grids import RATES
 from hasslefree.errors import BudgetError, GridError, ModelError, PatternError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.experts import split_experts
 from hasslefree.models.sites import find_sites
-from hasslefree.planning.plan import make_plan, plan_of, select, weights_on_disk
+from hasslefree.planning.plan import begin, make_plan, plan_of, select, weights_on_disk
 from hasslefree.recipe.engines import block_of
 from tests.tiny_models import build, segments, tensors_of
 
 # Every default, within a size and without one.
 RECIPES = [
     {"scale_bits": 16},
+    {"size": "6bits"},
     {"size": "6bits", "coding": "fixed"},
     {"bits": 4, "rank": 8},
     {"pattern": "2:4", "rank": 8},
@@ -61,8 +61,10 @@ def test_a_thin_matrix_does_not_decide_for_the_others(fields):
     """Oracle: the plan of the model without it."""
     dense, plan = layers_of(with_thin_layers(), **fields)
     _, without = layers_of(build("llama"), **fields)
-    assert {name.rpartition(".")[2] for name in dense} == {"mix"}
-    assert {name.replace("mlp.mlp", "mlp"): layer.kind for name, layer in plan.items()} == {
+    if fields != {"size": "6bits"}:  # whose codes need no group
+        assert {name.rpartition(".")[2] for name in dense} == {"mix"}
+    kept = {name: layer for name, layer in plan.items() if not name.endswith("mix")}
+    assert {name.replace("mlp.mlp", "mlp"): layer.kind for name, layer in kept.items()} == {
         name: layer.kind for name, layer in without.items()
     }
     if "size" not in fields and fields:  # a size is shared with the bytes of the dense one
@@ -218,11 +220,29 @@ def test_the_planned_bytes_are_those_of_the_tensors_in_the_files(family, tmp_pat
     assert planned == sum(tensor.nbytes for tensor in tensors_of(tmp_path / "out").values())
 
 
-@pytest.mark.parametrize(("size", "said"), [("5bits", False), ("75kB", True)])
-def test_a_size_that_entropy_coding_does_not_fill_is_said(size, said, caplog):
-    resolved = Recipe(size=size).resolve(with_text=False)
+@pytest.mark.parametrize(
+    ("size", "coding", "expected", "said"),
+    [
+        ("5bits", None, "entropy", ""),
+        (
+            "75kB",
+            None,
+            "fixed",
+            "a size of 75.0 kB is more than entropy-coded layers of 6.5 bits a weight fill, so all",
+        ),
+        ("75kB", "entropy", "entropy", "fill, so the result is smaller; coding fixed has more bits"),
+    ],
+)
+def test_a_size_that_entropy_coding_does_not_fill_gets_longer_codes_if_that_is_open(
+    size, coding, expected, said, caplog
+):
+    given = Recipe(size=size, coding=coding)
     model = build("llama")
-    plan = plan_of(model, select(find_blocks(model), resolved), resolved)
-    assert (max(layer.grid.rate for layer in plan.layers) == RATES[-1]) == said
-    message = "entropy-coded layers get at most 6.5 bits a weight, so the result is smaller than the size of 75.0 kB"
-    assert (message in caplog.text) == said
+    with caplog.at_level("INFO", "hasslefree"):
+        resolved, selection, plan = begin(model, given.resolve(with_text=False))
+    assert resolved.coding == expected
+    assert said in caplog.text
+    asked = Recipe(size=size, coding=expected).resolve(with_text=False)
+    assert resolved.to_dict() == asked.to_dict()
+    assert plan == plan_of(model, select(find_blocks(model), asked), asked)
+    assert selection.dense == {}

@@ -20,7 +20,6 @@ from hasslefree.bar import with_bar
 from hasslefree.distributed import ALONE
 from hasslefree.errors import RecipeError, option
 from hasslefree.models.activations import check_storage
-from hasslefree.models.blocks import find_blocks
 from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.models.weights import Weights
 from hasslefree.pipeline.inputs import check_segments, open_model, target_of
@@ -30,8 +29,8 @@ from hasslefree.planning.advice import Advice
 from hasslefree.planning.duration import seconds_by_phase
 from hasslefree.planning.machine import memory_reused
 from hasslefree.planning.plan import (
+    begin,
     layer_room,
-    select,
     uniform_plans,
     weights_on_disk,
 )
@@ -83,8 +82,9 @@ def advise(
                 model, recipe.dtype, Path(scratch), tokenizer, trust_remote_code
             )
         weights = Weights(loaded, target)  # it finds out which weights are tied
-        blocks = find_blocks(loaded)
-        uniform = uniform_plans(loaded, select(blocks, resolved), resolved)
+        resolved, selection, _ = begin(loaded, resolved)
+        blocks = selection.blocks
+        uniform = uniform_plans(loaded, selection, resolved)
         # Before any block is read: tied weights are counted once.
         room = layer_room(loaded, uniform[0], resolved)
         dense = weights_on_disk(loaded, uniform[0]) - uniform[0].size

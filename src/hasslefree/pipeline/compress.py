@@ -22,7 +22,7 @@ from hasslefree.checkpoint.resume import Unfinished, unfinished, unfinished_fold
 from hasslefree.distributed import World, process_group
 from hasslefree.errors import ModelError, OutputError
 from hasslefree.models.activations import check_storage
-from hasslefree.models.blocks import find_blocks, other_modalities
+from hasslefree.models.blocks import other_modalities
 from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.models.weights import Weights
 from hasslefree.pipeline.block import compress_blocks
@@ -37,11 +37,10 @@ from hasslefree.planning.duration import seconds_by_phase
 from hasslefree.planning.machine import local_processes, memory_reused
 from hasslefree.planning.memory import states_bytes
 from hasslefree.planning.plan import (
+    begin,
     bytes_to_write,
     digest,
     layer_room,
-    plan_of,
-    select,
 )
 from hasslefree.planning.setup import Setup
 from hasslefree.progress import (
@@ -147,7 +146,7 @@ def compress(
                 model, resolved.dtype, scratch, tokenizer, trust_remote_code
             )
         weights = Weights(loaded, target)  # it finds out which weights are tied
-        planned = plan_model(loaded, resolved)
+        resolved, planned = plan_model(loaded, resolved)
         blocks = planned.selection.blocks
         room = bytes_to_write(loaded, blocks, planned.plan, resolved) - work.progress.bytes
         check_output(folder, overwrite, room)
@@ -229,14 +228,14 @@ def check_request(
         )
 
 
-def plan_model(model: PreTrainedModel, resolved: Resolved) -> PlannedModel:
-    """Find the blocks of a model, choose the layers to compress, and plan each of them."""
-    blocks = find_blocks(model)
-    selection = select(blocks, resolved)
-    plan = plan_of(model, selection, resolved)
+def plan_model(model: PreTrainedModel, resolved: Resolved) -> tuple[Resolved, PlannedModel]:
+    """Find the blocks of a model, choose the layers to compress, and plan each of them. See
+    `begin`.
+    """
+    resolved, selection, plan = begin(model, resolved)
     for line in selection.reasons():
         logger.info("kept dense automatically: %s", line)
-    beside = other_modalities(model, blocks)
+    beside = other_modalities(model, selection.blocks)
     if beside:
         logger.info(
             "only the text decoder is compressed, and only text is used for calibration; %s stay"
@@ -244,7 +243,7 @@ def plan_model(model: PreTrainedModel, resolved: Resolved) -> PlannedModel:
             ", ".join(beside),
         )
     # Before any block is read: tied weights are counted once.
-    return PlannedModel(selection, plan, layer_room(model, plan, resolved))
+    return resolved, PlannedModel(selection, plan, layer_room(model, plan, resolved))
 
 
 def run(job: Job, digests: dict[str, str]) -> Record:

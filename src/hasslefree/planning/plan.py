@@ -14,7 +14,7 @@ import torch
 
 from hasslefree.core.budgets import Budget
 from hasslefree.core.factors import check_factor_bits
-from hasslefree.core.grids import BITS, RATES, Grid
+from hasslefree.core.grids import RATES, Grid
 from hasslefree.core.patterns import Pattern
 from hasslefree.errors import (
     BudgetError,
@@ -24,7 +24,7 @@ from hasslefree.errors import (
     PatternError,
     option,
 )
-from hasslefree.models.blocks import Blocks, head_unit
+from hasslefree.models.blocks import Blocks, find_blocks, head_unit
 from hasslefree.models.ends import End
 from hasslefree.models.experts import experts_of
 from hasslefree.models.rules import Matrix, Selection, select_ends, select_sites
@@ -357,19 +357,33 @@ def plan_of(model: torch.nn.Module, selection: Selection, resolved: Resolved) ->
 
     It is that of the recipe, or the best uniform one within its size.
     """
-    if not resolved.size:
-        return make_plan(selection, resolved)
-    plan = uniform_plans(model, selection, resolved)[0]
-    if resolved.bits is None and all(is_at_highest_rate(layer) for layer in plan.layers):
-        logger.warning(
-            "entropy-coded layers get at most %g bits a weight, so the result is smaller than the"
-            " size of %s; %s has up to %d bits",
-            RATES[-1],
-            resolved.size_limit,
-            option("coding", "fixed"),
-            BITS[-1],
-        )
-    return plan
+    if resolved.size:
+        return uniform_plans(model, selection, resolved)[0]
+    return make_plan(selection, resolved)
+
+
+def begin(model: torch.nn.Module, resolved: Resolved) -> tuple[Resolved, Selection, Plan]:
+    """The layers to compress, the plan with which a compression begins, and the recipe for it.
+
+    Where entropy-coded codes do not fill a size, the recipe gets codes of one length, unless it
+    says how codes are stored.
+    """
+    blocks = find_blocks(model)
+    selection = select(blocks, resolved)
+    plan = plan_of(model, selection, resolved)
+    if not resolved.size or not all(is_at_highest_rate(layer) for layer in plan.layers):
+        return resolved, selection, plan
+    smaller = (
+        f"a size of {resolved.size_limit} is more than entropy-coded layers of {RATES[-1]} bits a"
+        " weight fill"
+    )
+    if not resolved.coding_is_open:
+        logger.warning("%s, so the result is smaller; coding fixed has more bits", smaller)
+        return resolved, selection, plan
+    logger.info("%s, so all codes of a layer get the same length", smaller)
+    resolved = resolved.with_fixed_codes()
+    selection = select(blocks, resolved)
+    return resolved, selection, plan_of(model, selection, resolved)
 
 
 def is_at_highest_rate(layer: LayerPlan) -> bool:

@@ -8,12 +8,12 @@ import torch
 from transformers import PreTrainedModel
 
 from hasslefree.models.activations import check_storage
-from hasslefree.models.blocks import Blocks, find_blocks
+from hasslefree.models.blocks import Blocks
 from hasslefree.models.calibrate import activation_values, probes
 from hasslefree.models.experts import split_experts
 from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqlen
 from hasslefree.planning.machine import in_one_pass
-from hasslefree.planning.plan import LayerPlan, Plan, plan_of, select
+from hasslefree.planning.plan import LayerPlan, Plan, begin
 from hasslefree.planning.schedule import segments_for, segments_held_out
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolve import Resolved
@@ -123,8 +123,7 @@ def setup_of(
     model = load_shapes(name, recipe.dtype, trust_remote_code)
     refuse_compressed(model.config, name)
     split_experts(model)
-    selection = select(find_blocks(model), resolved)
-    plan = plan_of(model, selection, resolved)
+    resolved, selection, plan = begin(model, resolved)
     seqlen = resolve_seqlen(model, recipe.seqlen)
     return Setup(
         model,

@@ -76,6 +76,7 @@ class Resolved(Fields):
     Args:
         budget: what every layer gets, unless there is a size.
         solver: the method, with its hyper-parameters.
+        coding_is_open: True if the recipe does not say how codes are stored.
     """
 
     pattern: str
@@ -84,6 +85,7 @@ class Resolved(Fields):
     match_predictions: int
     budget: Budget
     solver: Method
+    coding_is_open: bool = False
 
     @property
     def size_limit(self) -> Size | None:
@@ -160,6 +162,11 @@ class Resolved(Fields):
             return self.fixed_rank
         return None
 
+    def with_fixed_codes(self) -> "Resolved":
+        """The same with codes of one length."""
+        fields = {name: getattr(self, name) for name in NAMES}
+        return resolve(Fields(**fields | {"coding": "fixed"}), with_text=False)
+
     def to_dict(self) -> dict[str, Any]:
         """The fields of the recipe, for JSON."""
         fields = {name: getattr(self, name) for name in NAMES}
@@ -196,7 +203,7 @@ def resolve(recipe: Fields, with_text: bool = True) -> Resolved:
     if problems or solver is None:
         raise RecipeError.of(problems)
     fields: dict[str, Any] = {name: getattr(settings, name) for name in NAMES}
-    return Resolved(**fields, budget=budget, solver=solver)
+    return Resolved(**fields, budget=budget, solver=solver, coding_is_open=recipe.coding is None)
 
 
 def with_defaults(recipe: Fields) -> Fields:
