@@ -47,7 +47,7 @@ SIZES = {"fixed": "72kB", "entropy": "50kB"}
 
 
 @pytest.mark.parametrize(
-    ("coding", "ranges"), [("fixed", r"int\d–\d"), ("entropy", r"entropy-coded, [\d.]+–[\d.]+ bits")]
+    ("coding", "ranges"), [("fixed", r"int\d–\d"), ("entropy", r"dense, entropy-coded, [\d.]+–[\d.]+ bits")]
 )
 def test_plan_shows_what_a_size_gives_each_layer_and_compress_does_it(
     coding, ranges, small, monkeypatch, capsys, tmp_path

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import Recipe
-from hasslefree.errors import CheckpointError
+from hasslefree.errors import CheckpointError, GridError
 from hasslefree.packed import spec
 from hasslefree.packed.decoding import entropy_coded
 from tests.tiny_models import build, logits, segments
@@ -33,9 +33,30 @@ def test_layers_are_decoded_when_they_are_loaded_and_not_again(coded, monkeypatc
     assert torch.equal(logits(model, segments()), expected)
 
 
-def test_layers_on_meta_are_left_for_later(coded):
+def test_codes_move_and_are_cast_with_their_layers(coded, monkeypatch):
+    """Without a second device, a move is a copy."""
+    folder, expected = coded
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    monkeypatch.setattr(spec, "decode", lambda *_: pytest.fail("decoded again"))
+    model._apply(lambda tensor: tensor.clone())
+    assert torch.equal(logits(model, segments()), expected)
+
+
+def test_codes_whose_stream_has_changed_do_not_move(coded):
     model = AutoModelForCausalLM.from_pretrained(coded[0])
-    assert not dict(entropy_coded(model.to("meta")))
+    [layer, *_] = dict(entropy_coded(model)).values()
+    with torch.no_grad():
+        layer.get_buffer("weight_packed")[5] ^= 1 << 9
+    model._apply(lambda tensor: tensor.clone())
+    with pytest.raises(GridError, match="are damaged"):
+        layer(torch.ones(1, layer.in_features))
+
+
+def test_layers_on_the_disk_are_decoded_at_a_call(coded, tmp_path):
+    folder, expected = coded
+    model = AutoModelForCausalLM.from_pretrained(folder, device_map={"": "disk"}, offload_folder=tmp_path)
+    assert not dict(entropy_coded(model))
+    assert torch.equal(logits(model, segments()), expected)
 
 
 def test_damaged_codes_are_refused_by_the_name_of_their_layer(coded, tmp_path):

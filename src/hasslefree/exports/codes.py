@@ -2,6 +2,7 @@
 zeros or offsets.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from hasslefree.core.grids import Grid
 from hasslefree.errors import ModelError, option
 from hasslefree.models.experts import experts_of
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
+from hasslefree.packed.spec import LayerSpec
 from hasslefree.recipe.engines import ENGINES, GROUP, fused_apart, not_held
 
 
@@ -41,39 +43,69 @@ class Coded:
         return self.repeated(self.layer.spec.zeros(tensors)).to(self.layer.weight)
 
 
+def check_specs(specs: Mapping[str, LayerSpec], engine: str) -> None:
+    """Raise a ModelError if an engine cannot hold one of some layers exactly."""
+    for name, spec in specs.items():
+        reason = obstacle(spec, engine)
+        if reason:
+            raise ModelError(
+                f"{engine} cannot hold layer {name}: {reason}; or {other_exports(specs)}"
+            )
+
+
+def other_exports(specs: Mapping[str, LayerSpec]) -> str:
+    """The exports that need no engine, in words."""
+    if any(spec.rank for spec in specs.values()):
+        return f"export with {option('to', 'dense')} or {option('to', 'peft')}"
+    return f"export with {option('to', 'dense')}"
+
+
+def compress_again(engine: str) -> str:
+    """The remedy for a layer that an engine cannot hold."""
+    return f"compress again with {option('method', 'joint-grid')} and {option('engine', engine)}"
+
+
+def obstacle(spec: LayerSpec, engine: str) -> str | None:
+    """Say why an engine cannot hold a layer exactly; None if it can."""
+    again = compress_again(engine)
+    width = spec.shape[1]
+    if spec.grid is None:
+        return f"its S is not quantised: {again}"
+    if spec.pattern != "dense":
+        return (
+            f"pattern {spec.pattern} saves nothing there, where every entry of S is stored: {again}"
+        )
+    if not ENGINES[engine].holds(spec.grid):
+        return f"{not_held(engine, spec.grid)}: {again}"
+    if width % GROUP:
+        return f"its rows of {width} inputs are no multiple of {GROUP}"
+    return None
+
+
 def check_layers(model: PreTrainedModel, engine: str) -> dict[str, Coded]:
     """The compressed layers by their names, or a ModelError if the engine cannot hold one of them
     exactly.
     """
-    held: dict[str, Coded] = {}
-    others = f"export with {option('to', 'dense')} or {option('to', 'peft')}"
-    again = f"compress again with {option('method', 'joint-grid')} and {option('engine', engine)}"
-    for name, layer in compressed_layers(model).items():
-        grid = layer.spec.grid
-        width = layer.in_features
-        pattern = layer.spec.pattern
-        reason = None
+    layers = compressed_layers(model)
+    for name in layers:
         if experts_of(model, name):
-            reason = "it belongs to experts, which this export does not know"
-        elif grid is None:
-            reason = f"its S is not quantised: {again}"
-        elif pattern != "dense":
-            reason = (
-                f"pattern {pattern} saves nothing there, where every entry of S is stored: {again}"
+            raise ModelError(
+                f"{engine} cannot hold layer {name}: it belongs to experts, which this export does"
+                f" not know; or export with {option('to', 'dense')}"
             )
-        elif width % GROUP:
-            reason = f"its rows of {width} inputs are no multiple of {GROUP}"
-        elif not ENGINES[engine].holds(grid):
-            reason = f"{not_held(engine, grid)}: {again}"
-        if grid is None or reason:
-            raise ModelError(f"{engine} cannot hold layer {name}: {reason}; or {others}")
-        group = grid.group if grid.block else ENGINES[engine].group_for(grid, width)
-        held[name] = Coded(layer, grid, group or width)
+    specs = {name: layer.spec for name, layer in layers.items()}
+    check_specs(specs, engine)
+    held: dict[str, Coded] = {}
+    for name, layer in layers.items():
+        grid = layer.spec.grid
+        assert grid is not None
+        group = grid.group if grid.block else ENGINES[engine].group_for(grid, layer.in_features)
+        held[name] = Coded(layer, grid, group or layer.in_features)
     if ENGINES[engine].fuses:
         forms = dict.fromkeys(dense_linear(model), "dense")
         forms |= {name: str(coded.grid) for name, coded in held.items()}
         if apart := fused_apart(forms, {}):
-            raise ModelError(f"{apart}: {again}; or {others}")
+            raise ModelError(f"{apart}: {compress_again(engine)}; or {other_exports(specs)}")
     return held
 
 

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hasslefree.bar import with_bar
 from hasslefree.checkpoint.card import export_card
-from hasslefree.checkpoint.entries import QUANT_METHOD
+from hasslefree.checkpoint.entries import QUANT_METHOD, read_entries
 from hasslefree.checkpoint.originals import (
     PROCESSOR_FILES,
     TEXT_FILES,
@@ -26,7 +26,7 @@ from hasslefree.checkpoint.output import (
     replaced_whole,
 )
 from hasslefree.errors import ModelError, OutputError, UnknownNameError, option
-from hasslefree.exports.codes import check_layers
+from hasslefree.exports.codes import check_specs
 from hasslefree.exports.converter import dense_template
 from hasslefree.exports.formats import (
     Target,
@@ -53,6 +53,8 @@ EXPORTS: dict[str, Callable[[PreTrainedModel, Target], dict[str, Path]]] = {
     "mlx": write_mlx,
     "gguf": write_gguf,
 }
+# The engine whose files an export writes.
+ENGINE_OF = {"compressed-tensors": "vllm", "mlx": "mlx", "gguf": "llama.cpp"}
 # Such as 5GB; not 0GB.
 SIZE = re.compile(r"(?=.*[1-9])\d{1,12}(\.\d{1,6})?\s?[KMGT]B", re.IGNORECASE)
 
@@ -98,6 +100,9 @@ def export(
     source = Path(folder).resolve()
     target = Path(destination).resolve()
     config = compressed_config(source, trust_remote_code)
+    if to in ENGINE_OF:
+        entries = read_entries(config.quantization_config["modules"])
+        check_specs({name: entry.spec for name, entry in entries.items()}, ENGINE_OF[to])
     files = None
     if to == "gguf" and target.suffix == SUFFIX:
         files = Files.of(target).starts
@@ -108,12 +113,11 @@ def export(
     with ExitStack() as stack:
         opened = None
         with phases.phase(LOADING):
-            model = load_model(str(source), "auto", "cpu", trust_remote_code)
             if to == "gguf":
-                check_layers(model, "llama.cpp")  # before the converter is looked for, and runs
                 workspace = next(parent for parent in target.parents if parent.exists())
                 dense = dense_template(source, template, converter, workspace, config.dtype)
                 opened = stack.enter_context(dense)
+            model = load_model(str(source), "auto", "cpu", trust_remote_code)
         auto = auto_class(model.config).__name__
         # Compressed folders have transformers' own names; the export has those that checkpoints of
         # the family have.

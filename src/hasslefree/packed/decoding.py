@@ -10,6 +10,9 @@ from transformers.utils import logging
 from hasslefree.errors import CheckpointError, GridError
 from hasslefree.packed.linear import SparseLowRankLinear
 
+# At most so many layers are decoded at a time: each takes 16 bytes for a code of a chunk.
+THREADS = 8
+
 
 def decode_layers(model: nn.Module) -> None:
     """Decode the codes of all layers of a model, so that its first call need not.
@@ -19,16 +22,15 @@ def decode_layers(model: nn.Module) -> None:
     Raises:
         CheckpointError: the codes of a layer are damaged.
     """
-    layers = list(entropy_coded(model))
+    layers = dict(entropy_coded(model))
     if not layers:
         return
     # The first one makes the tables of the coder, which the others share.
-    decode_layer(layers[0])
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        decoded = pool.map(decode_layer, layers[1:])
-        bar = logging.tqdm(decoded, total=len(layers), initial=1, desc="Decoding weights")
-        for _ in bar:  # the first error, in the order of the layers, is raised here
-            pass
+    decode_layer(*layers.popitem())
+    with ThreadPoolExecutor(min(torch.get_num_threads(), THREADS)) as pool:
+        decoded = pool.map(decode_layer, layers, layers.values())
+        bar = logging.tqdm(decoded, total=len(layers) + 1, initial=1, desc="Decoding weights")
+        list(bar)  # the first error, in the order of the layers, is raised here
 
 
 def entropy_coded(model: nn.Module) -> Iterator[tuple[str, SparseLowRankLinear]]:
@@ -41,9 +43,8 @@ def entropy_coded(model: nn.Module) -> Iterator[tuple[str, SparseLowRankLinear]]
             yield name, module
 
 
-def decode_layer(named: tuple[str, SparseLowRankLinear]) -> None:
-    """Decode the codes of one layer, which keeps them. named: its name in the model, and it."""
-    name, layer = named
+def decode_layer(name: str, layer: SparseLowRankLinear) -> None:
+    """Decode the codes of one layer, which keeps them. name: in the model."""
     try:
         layer.codes(layer.tensors())
     except GridError as error:

@@ -153,13 +153,21 @@ class SparseLowRankLinear(nn.Module):
         assert self.spec.grid is not None
         if self.spec.grid.rate is None:
             return self.spec.codes(tensors)
-        stream = tensors["weight_packed"]
-        version = 0 if stream.is_inference() else stream._version
-        decoded = self.decoded
-        if decoded is None or decoded[0] is not stream or decoded[1] != version:
-            decoded = (stream, version, self.spec.codes(tensors))
-            self.decoded = decoded
-        return decoded[2]
+        codes = self._decoded_now()
+        if codes is None:
+            stream = tensors["weight_packed"]
+            codes = self.spec.codes(tensors)
+            self.decoded = (stream, version_of(stream), codes)
+        return codes
+
+    def _decoded_now(self) -> Tensor | None:
+        """The codes of the stream, if they have been decoded since it last changed."""
+        if self.decoded is None:
+            return None
+        stream, version, codes = self.decoded
+        if stream is not self._buffers["weight_packed"] or version != version_of(stream):
+            return None
+        return codes
 
     def rows(self, selected: Tensor) -> Tensor:
         """Some rows of a complete S on a grid: indices (rows,) → (rows, in).
@@ -326,7 +334,12 @@ class SparseLowRankLinear(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SparseLowRankLinear":
         with self.kernel.lock():
             self.kernel.release(self)
-            return super()._apply(fn, recurse)
+            decoded = self._decoded_now()
+            super()._apply(fn, recurse)
+            if decoded is not None:  # moved beside their stream, not decoded again
+                stream = self.get_buffer("weight_packed")
+                self.decoded = (stream, version_of(stream), fn(decoded))
+            return self
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -340,6 +353,11 @@ class SparseLowRankLinear(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.kernel = kernel_for(self.spec)
+
+
+def version_of(tensor: Tensor) -> int:
+    """A number that rises when a tensor is changed in place; inference tensors have none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @contextmanager

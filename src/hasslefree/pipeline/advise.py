@@ -29,6 +29,7 @@ from hasslefree.planning.advice import Advice
 from hasslefree.planning.duration import seconds_by_phase
 from hasslefree.planning.machine import memory_reused
 from hasslefree.planning.plan import (
+    Plan,
     begin,
     layer_room,
     uniform_plans,
@@ -53,7 +54,7 @@ def advise(
     progress: Listener | None = None,
 ) -> list[Advice]:
     """The plan that `compress` makes of a recipe with a size; then the best uniform ones, that with
-    most bits first.
+    most bits first. Of rates, the largest and the whole ones are shown.
 
     The model is read once, one block in memory at a time, and not changed.
 
@@ -98,4 +99,10 @@ def advise(
         phases.expected = seconds_by_phase(setup, without=(INPUTS, SOLVING))
         walk, _ = preflight(setup, weights, segments, phases, Path(scratch))
         dealt = by_sensitivity(walk, uniform[0], resolved, room, segments, ALONE)
-        return [Advice.of(plan, dense, dealt.divergence(plan)) for plan in (dealt.plan, *uniform)]
+        shown = [plan for plan in uniform if plan is uniform[0] or has_whole_bits(plan)]
+        return [Advice.of(plan, dense, dealt.divergence(plan)) for plan in (dealt.plan, *shown)]
+
+
+def has_whole_bits(plan: Plan) -> bool:
+    """Say whether the bits of all layers are whole numbers, as few of the rates are."""
+    return all(layer.grid is None or layer.grid.stored_bits % 1 == 0 for layer in plan.layers)

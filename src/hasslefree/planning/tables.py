@@ -104,6 +104,7 @@ def layer_rows(setup: Setup) -> list[dict[str, Any]]:
                 "pattern": layer.kind,
                 "rank": layer.rank,
                 "bits": layer.grid.stored_bits if layer.grid else None,
+                "coding": "entropy" if layer.grid and layer.grid.rate else "fixed",
                 "bytes": layer.size * count,
                 "count": count,
                 "kept": layer.parameters / layer.dense_parameters,
@@ -151,10 +152,10 @@ def layer_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     for (kind, shape), group in kinds.items():
         bits = [row["bits"] for row in group if row["bits"]]
         pattern = "\n".join(dict.fromkeys(row["pattern"] for row in group))
-        if len(set(bits)) > 1 and all(isinstance(width, int) for width in bits):
+        if len(set(bits)) > 1 and group[0]["coding"] == "entropy":
+            pattern = f"dense, entropy-coded, {span(bits, '{:g}')} bits"
+        elif len(set(bits)) > 1:
             pattern = f"int{span(bits)}"
-        elif len(set(bits)) > 1:  # rates
-            pattern = f"entropy-coded, {span(bits, '{:g}')} bits"
         ranks = span([row["rank"] for row in group])
         count = sum(row["count"] for row in group)
         stored = sum(row["bytes"] for row in group)
