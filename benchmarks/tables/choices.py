@@ -33,9 +33,11 @@ def four_bits(content: Content) -> Iterable[Row]:
 
 
 def as_flags(name: str) -> str:
-    """The name of a row of results, with the flag of a size: 5.2 bits, dealt, fast becomes `--size 5.2bits`, fast."""
+    """The name of a row of results, with flags where it has a size: 5.2 bits, dealt, fast becomes `--size 5.2bits
+    --coding fixed`, fast.
+    """
     bits, dealt, effort = name.partition(" bits, dealt, ")
-    return f"`--size {bits}bits`, {effort}" if dealt else name
+    return f"`--size {bits}bits --coding fixed`, {effort}" if dealt else name
 
 
 def stored(row: Row) -> str:

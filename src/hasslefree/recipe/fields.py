@@ -42,9 +42,9 @@ class Fields:
 
     size: str | None = declared(None, BUDGET)
     """Size to reach: bytes of all weights (such as 1.5GB), or bits for each weight of the
-    compressed layers (4.8bits); bits and ranks are then chosen layer by layer, except those that
-    are given (default: 5.2bits, if nothing else says what to compress to, and no method is
-    named)."""
+    compressed layers (4.8bits); bits, and ranks with fixed codes, are then chosen layer by layer,
+    except those that are given (default: 5.2bits, if nothing else says what to compress to, and no
+    method is named)."""
     pattern: str | None = declared(None, BUDGET)
     """Which entries of S may be non-zero: N:M (such as 2:4), unstructured, row, structured (whole
     input channels) or dense (default: 2:4; dense for methods with a grid)."""
@@ -93,25 +93,24 @@ class Fields:
     average; bits that are given are those of every layer (default: 4, and by layer for a size)."""
     group_size: int | None = declared(None, GRID, ge=0)
     """Consecutive inputs that share a scale; 0 for a whole row (default: 32 with scales of few bits
-    and for llama.cpp, otherwise 64)."""
+    and for llama.cpp, otherwise 64; none with entropy coding)."""
     symmetric: bool | None = declared(None, GRID, flags=("--symmetric/--asymmetric",))
     """A grid that is symmetric around zero, or one from the smallest to the largest entry (default:
-    asymmetric).
-    """
+    asymmetric with fixed codes)."""
     offset: bool | None = declared(None, GRID)
     """The smallest value of a group as a number of the model's dtype, instead of a whole zero point
-    of few bits; for pattern dense (default: on for joint-grid with pattern dense, unless symmetric;
-    otherwise off)."""
+    of few bits; for pattern dense (default: on for joint-grid with pattern dense and fixed codes,
+    unless symmetric; otherwise off)."""
     scale_bits: int | None = declared(None, GRID)
     """Bits of the scales and offsets: 3, 4, 5, 6 or 8, as multiples of a number of their row, so
-    that small groups take few bytes; 16 for floats (default: 5 for joint-grid with pattern dense,
-    unless the engine needs floats; otherwise 16)."""
+    that small groups take few bytes; 16 for floats (default: 5 for joint-grid with pattern dense
+    and fixed codes, unless the engine needs floats; otherwise 16)."""
     coding: Literal["fixed", "entropy"] | None = declared(None, GRID)
     """How the file stores the codes of a grid: fixed (all with the same bits) or entropy (frequent
     codes in fewer bits, with a scale for each row and each input: a smaller file at the same loss,
     but a byte for each weight in memory; for transformers) (default: entropy for a size of up to
-    6.5bits with joint-grid and pattern dense, unless an engine, a rank or another part of the grid
-    is given; otherwise fixed)."""
+    6.5bits a weight with joint-grid and pattern dense, unless an engine, a rank, embeddings of 8
+    bits or another part of the grid is given; otherwise fixed)."""
     factor_bits: int | None = declared(None, GRID)
     """8 to store both factors of L as int8 (default: 8 for joint with a size, otherwise the
     model's dtype)."""
