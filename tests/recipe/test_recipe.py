@@ -245,7 +245,8 @@ def test_a_file_that_is_no_text(tmp_path):
         # Within a size, codes are entropy-coded, unless anything is said of the grid, of L or of a program.
         ({}, {"size": "5.2bits", "coding": "entropy", "scale_bits": None, "allocate": "error"}),
         ({"size": "6.5bits", "embedding_bits": 6}, {"coding": "entropy"}),
-        ({"size": "6.6bits"}, {"coding": None, "scale_bits": 5}),
+        ({"size": "7.5bits"}, {"coding": "entropy"}),
+        ({"size": "7.6bits"}, {"coding": None, "scale_bits": 5}),
         ({"size": "100MB", "allocate": "uniform"}, {"coding": "entropy"}),
         ({"size": "5bits", "embedding_bits": 8}, {"coding": None}),
         ({"size": "5bits", "rank": 0}, {"coding": None}),

@@ -30,7 +30,7 @@ from hasslefree.models.experts import experts_of
 from hasslefree.models.rules import Matrix, Selection, select_ends, select_sites
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.recipe.engines import ENGINES, GROUP, fused_apart, type_like
-from hasslefree.recipe.resolve import Resolved
+from hasslefree.recipe.resolve import FIXED_FROM, Resolved
 from hasslefree.solve.methods import with_grid
 from hasslefree.units import Size
 
@@ -365,8 +365,8 @@ def plan_of(model: torch.nn.Module, selection: Selection, resolved: Resolved) ->
 def begin(model: torch.nn.Module, resolved: Resolved) -> tuple[Resolved, Selection, Plan]:
     """The layers to compress, the plan with which a compression begins, and the recipe for it.
 
-    Where entropy-coded codes do not fill a size, the recipe gets codes of one length, unless it
-    says how codes are stored.
+    Where a size has room for far more than entropy-coded codes take, the recipe gets codes of one
+    length, unless it says how codes are stored.
     """
     blocks = find_blocks(model)
     selection = select(blocks, resolved)
@@ -377,7 +377,8 @@ def begin(model: torch.nn.Module, resolved: Resolved) -> tuple[Resolved, Selecti
         f"a size of {resolved.size_limit} is more than entropy-coded layers of {RATES[-1]} bits a"
         " weight fill"
     )
-    if not resolved.coding_is_open:
+    room = layer_room(model, plan, resolved)
+    if not resolved.coding_is_open or room * RATES[-1] < plan.size * FIXED_FROM:
         logger.warning("%s, so the result is smaller; coding fixed has more bits", smaller)
         return resolved, selection, plan
     logger.info("%s, so all codes of a layer get the same length", smaller)
