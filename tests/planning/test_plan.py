@@ -14,7 +14,7 @@ from hasslefree.errors import BudgetError, GridError, ModelError, PatternError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.experts import split_experts
 from hasslefree.models.sites import find_sites
-from hasslefree.planning.plan import begin, make_plan, plan_of, select, weights_on_disk
+from hasslefree.planning.plan import make_plan, plan_of, select, select_and_plan, weights_on_disk
 from hasslefree.recipe.engines import block_of
 from tests.tiny_models import build, segments, tensors_of
 
@@ -240,7 +240,7 @@ def test_a_size_that_entropy_coding_does_not_fill_gets_longer_codes_if_that_is_o
     given = Recipe(size=size, coding=coding)
     model = build("llama")
     with caplog.at_level("INFO", "hasslefree"):
-        resolved, selection, plan = begin(model, given.resolve(with_text=False))
+        resolved, selection, plan = select_and_plan(model, given.resolve(with_text=False))
     assert resolved.coding == expected
     assert said in caplog.text
     asked = Recipe(size=size, coding=expected).resolve(with_text=False)

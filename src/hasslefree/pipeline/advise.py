@@ -30,8 +30,8 @@ from hasslefree.planning.duration import seconds_by_phase
 from hasslefree.planning.machine import memory_reused
 from hasslefree.planning.plan import (
     Plan,
-    begin,
     layer_room,
+    select_and_plan,
     uniform_plans,
     weights_on_disk,
 )
@@ -83,7 +83,7 @@ def advise(
                 model, recipe.dtype, Path(scratch), tokenizer, trust_remote_code
             )
         weights = Weights(loaded, target)  # it finds out which weights are tied
-        resolved, selection, _ = begin(loaded, resolved)
+        resolved, selection, _ = select_and_plan(loaded, resolved)
         blocks = selection.blocks
         uniform = uniform_plans(loaded, selection, resolved)
         # Before any block is read: tied weights are counted once.

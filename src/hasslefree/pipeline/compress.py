@@ -37,10 +37,10 @@ from hasslefree.planning.duration import seconds_by_phase
 from hasslefree.planning.machine import local_processes, memory_reused
 from hasslefree.planning.memory import states_bytes
 from hasslefree.planning.plan import (
-    begin,
     bytes_to_write,
     digest,
     layer_room,
+    select_and_plan,
 )
 from hasslefree.planning.setup import Setup
 from hasslefree.progress import (
@@ -230,9 +230,9 @@ def check_request(
 
 def plan_model(model: PreTrainedModel, resolved: Resolved) -> tuple[Resolved, PlannedModel]:
     """Find the blocks of a model, choose the layers to compress, and plan each of them. See
-    `begin`.
+    `select_and_plan`.
     """
-    resolved, selection, plan = begin(model, resolved)
+    resolved, selection, plan = select_and_plan(model, resolved)
     for line in selection.reasons():
         logger.info("kept dense automatically: %s", line)
     beside = other_modalities(model, selection.blocks)

@@ -362,7 +362,7 @@ def plan_of(model: torch.nn.Module, selection: Selection, resolved: Resolved) ->
     return make_plan(selection, resolved)
 
 
-def begin(model: torch.nn.Module, resolved: Resolved) -> tuple[Resolved, Selection, Plan]:
+def select_and_plan(model: torch.nn.Module, resolved: Resolved) -> tuple[Resolved, Selection, Plan]:
     """The layers to compress, the plan with which a compression begins, and the recipe for it.
 
     Where a size has room for far more than entropy-coded codes take, the recipe gets codes of one

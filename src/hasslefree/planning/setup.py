@@ -13,7 +13,7 @@ from hasslefree.models.calibrate import activation_values, probes
 from hasslefree.models.experts import split_experts
 from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqlen
 from hasslefree.planning.machine import in_one_pass
-from hasslefree.planning.plan import LayerPlan, Plan, begin
+from hasslefree.planning.plan import LayerPlan, Plan, select_and_plan
 from hasslefree.planning.schedule import segments_for, segments_held_out
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolve import Resolved
@@ -123,7 +123,7 @@ def setup_of(
     model = load_shapes(name, recipe.dtype, trust_remote_code)
     refuse_compressed(model.config, name)
     split_experts(model)
-    resolved, selection, plan = begin(model, resolved)
+    resolved, selection, plan = select_and_plan(model, resolved)
     seqlen = resolve_seqlen(model, recipe.seqlen)
     return Setup(
         model,
