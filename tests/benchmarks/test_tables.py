@@ -128,10 +128,12 @@ def test_whole_files_stand_by_their_sizes(tables):
     results = {
         "dense": {"0": {"file_bytes": 270e6, "perplexity": {"wikitext2": 5.0}}},
         "5.2bits, fast": {"0": ours | {"perplexity": {"wikitext2": 6.0}}},
+        "5.3bits, fast, entropy-coded, mixture": {"0": ours | {"file_bytes": 101e6, "perplexity": {"wikitext2": 6.0}}},
     }
     found = list(choices.whole_files({"results": results}))
-    assert [row["words"] for row in found] == ["`--size 5.2bits`, fast", "dense"]
-    assert [row["cpu_minutes"] for row in found] == [1.5, None]
+    words = ["`--size 5.2bits --coding fixed`, fast", "`--size 5.3bits`, fast, mixture", "dense"]
+    assert [row["words"] for row in found] == words
+    assert [row["cpu_minutes"] for row in found] == [1.5, 1.5, None]
     assert found[0]["percent"] == pytest.approx({"wikitext2": 10.52, "mean": 10.52, "worst": 22.14}, abs=0.01)
 
 

