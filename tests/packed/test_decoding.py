@@ -33,7 +33,7 @@ def test_layers_are_decoded_when_they_are_loaded_and_not_again(coded, monkeypatc
     assert torch.equal(logits(model, segments()), expected)
 
 
-def test_codes_move_and_are_cast_with_their_layers(coded, monkeypatch):
+def test_codes_move_with_their_layers(coded, monkeypatch):
     """Without a second device, a move is a copy."""
     folder, expected = coded
     model = AutoModelForCausalLM.from_pretrained(folder)

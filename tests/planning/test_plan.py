@@ -228,10 +228,10 @@ def test_the_planned_bytes_are_those_of_the_tensors_in_the_files(family, tmp_pat
             "75kB",
             None,
             "fixed",
-            "a size of 75.0 kB is more than entropy-coded layers of 6.5 bits a weight fill, so all",
+            "than the size of 75.0 kB: coding fixed is used, which has up to 8 bits",
         ),
-        ("23kB", None, "entropy", "fill, so the result is smaller; coding fixed has more bits"),
-        ("75kB", "entropy", "entropy", "fill, so the result is smaller; coding fixed has more bits"),
+        ("23kB", None, "entropy", "the result will be smaller. For a larger file, use coding fixed"),
+        ("75kB", "entropy", "entropy", "the result will be smaller. For a larger file, use coding fixed"),
     ],
 )
 def test_a_size_that_entropy_coding_does_not_fill_gets_longer_codes_if_that_is_open(

@@ -8,7 +8,7 @@ from torch import nn
 from transformers.utils import logging
 
 from hasslefree.errors import CheckpointError, GridError
-from hasslefree.packed.linear import SparseLowRankLinear
+from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
 
 # At most so many layers are decoded at a time: each takes 16 bytes for a code of a chunk.
 THREADS = 8
@@ -35,12 +35,10 @@ def decode_layers(model: nn.Module) -> None:
 
 def entropy_coded(model: nn.Module) -> Iterator[tuple[str, SparseLowRankLinear]]:
     """The layers with entropy-coded codes in memory, by name."""
-    for name, module in model.named_modules():
-        if not isinstance(module, SparseLowRankLinear) or module.weight.is_meta:
-            continue
-        grid = module.spec.grid
-        if grid is not None and grid.rate is not None:
-            yield name, module
+    for name, layer in compressed_layers(model).items():
+        grid = layer.spec.grid
+        if grid is not None and grid.rate is not None and not layer.weight.is_meta:
+            yield name, layer
 
 
 def decode_layer(name: str, layer: SparseLowRankLinear) -> None:

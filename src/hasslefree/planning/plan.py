@@ -14,7 +14,7 @@ import torch
 
 from hasslefree.core.budgets import Budget
 from hasslefree.core.factors import check_factor_bits
-from hasslefree.core.grids import RATES, Grid
+from hasslefree.core.grids import BITS, RATES, Grid
 from hasslefree.core.patterns import Pattern
 from hasslefree.errors import (
     BudgetError,
@@ -373,15 +373,17 @@ def select_and_plan(model: torch.nn.Module, resolved: Resolved) -> tuple[Resolve
     plan = plan_of(model, selection, resolved)
     if not resolved.size or not all(is_at_highest_rate(layer) for layer in plan.layers):
         return resolved, selection, plan
-    smaller = (
-        f"a size of {resolved.size_limit} is more than entropy-coded layers of {RATES[-1]} bits a"
-        " weight fill"
+    unfilled = (
+        f"entropy-coded codes take at most {RATES[-1]} bits a weight, which is less than the size"
+        f" of {resolved.size_limit}"
     )
     room = layer_room(model, plan, resolved)
     if not resolved.coding_is_open or room * RATES[-1] < plan.size * FIXED_FROM:
-        logger.warning("%s, so the result is smaller; coding fixed has more bits", smaller)
+        logger.warning(
+            "%s: the result will be smaller. For a larger file, use coding fixed", unfilled
+        )
         return resolved, selection, plan
-    logger.info("%s, so all codes of a layer get the same length", smaller)
+    logger.info("%s: coding fixed is used, which has up to %d bits", unfilled, BITS[-1])
     resolved = resolved.with_fixed_codes()
     selection = select(blocks, resolved)
     return resolved, selection, plan_of(model, selection, resolved)
