@@ -46,8 +46,11 @@ def test_every_code_has_a_place():
 
 def test_parts_of_a_matrix_are_coded_one_after_the_other(monkeypatch):
     codes = gaussian(50, 24, 3.0)
+    whole = entropy.measured(codes.numpy())
     monkeypatch.setattr(entropy, "CHUNK", 24 * 8)
     assert torch.equal(decoded(entropy.encode(codes), codes), codes)
+    for numbers, before in zip(entropy.measured(codes.numpy()), whole, strict=True):
+        assert numbers.values.tolist() == before.values.tolist()
 
 
 @pytest.mark.parametrize("deviation", [0.3, 1.0, 5.0])

@@ -20,9 +20,11 @@ from hasslefree.errors import FactorizationError
 from tests import oracles
 
 
-def test_the_inverse_factor_is_the_upper_cholesky_factor_of_the_inverse():
-    """Oracle: torch's own upper Cholesky factor of the explicit inverse, in float64."""
-    _, h = oracles.problem(1, 24, dtype=torch.float64)
+@pytest.mark.parametrize("block", [3, 100])
+def test_the_inverse_factor_is_the_upper_cholesky_factor_of_the_inverse(block, monkeypatch):
+    """Oracle: torch's own upper Cholesky factor of the explicit inverse, in float64. In one piece, and by halves."""
+    monkeypatch.setitem(linalg.BLOCK, "cpu", block)
+    _, h = oracles.problem(1, 25, dtype=torch.float64)
     expected = torch.linalg.cholesky(torch.linalg.inv(h), upper=True)
     torch.testing.assert_close(inverse_factor(h), expected, rtol=1e-9, atol=1e-9)
 

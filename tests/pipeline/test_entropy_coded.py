@@ -13,7 +13,9 @@ from hasslefree.core.entropy import encode, words_for_rate
 from hasslefree.core.grids import BITS, RATES, Grid
 from hasslefree.core.patterns import Unstructured
 from hasslefree.errors import HasslefreeError, ModelError, RecipeError
+from hasslefree.solve import at_rate
 from hasslefree.solve.decompose import approximation
+from hasslefree.solve.methods import joint_on_grid
 from tests import oracles
 from tests.tiny_models import build, logits, segments, tensors_of
 
@@ -57,6 +59,29 @@ def test_a_size_is_kept_and_the_folder_predicts_what_the_model_in_memory_does(ef
     loaded.save_pretrained(tmp_path / "again")
     again = tensors_of(tmp_path / "again")
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_large_vocabulary_is_solved_some_rows_at_a_time(tied, tmp_path, monkeypatch):
+    """Oracle: all rows at once: as many bits, nearly the same errors, and the predictions of the dense export."""
+    recipe = Recipe(bits=4, rank=0, embedding_bits=4, coding="entropy", effort="fast", check=False)
+    whole = hasslefree.compress(
+        build("llama", tie_word_embeddings=tied), tmp_path / "whole", recipe, segments=segments()
+    )
+    for module in (at_rate, joint_on_grid):
+        monkeypatch.setattr(module, "ROWS", 24)
+    parts = hasslefree.compress(
+        build("llama", tie_word_embeddings=tied), tmp_path / "parts", recipe, segments=segments()
+    )
+    assert len(parts.outside) == (1 if tied else 2)
+    for found, expected in zip(parts.outside, whole.outside, strict=True):
+        assert found.spec == expected.spec
+        assert found.bytes == expected.bytes
+        assert found.relative_error == pytest.approx(expected.relative_error, rel=0.02)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "parts")
+    hasslefree.export(tmp_path / "parts", tmp_path / "dense")
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    torch.testing.assert_close(logits(loaded, segments()), logits(dense, segments()), rtol=1e-5, atol=1e-5)
 
 
 def test_bits_without_a_size_are_those_of_every_layer(tmp_path):

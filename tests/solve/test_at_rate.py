@@ -5,9 +5,10 @@ import torch
 
 from hasslefree import Gram, Grid, JointOnGrid, Prune, RoundToNearest, SparseGPT, decompose
 from hasslefree.core.entropy import encode, words_for_rate
-from hasslefree.core.patterns import KnownSupport
+from hasslefree.core.patterns import KnownSupport, Unstructured
 from hasslefree.errors import GridError, HasslefreeError
 from hasslefree.solve import at_rate
+from hasslefree.solve.methods import joint_on_grid
 from tests import oracles
 
 METHODS = {"gptq": Prune(SparseGPT()), "rtn": Prune(RoundToNearest(), damping=0.0), "joint-grid": JointOnGrid()}
@@ -57,13 +58,17 @@ def test_steps_are_as_wide_as_the_sweep_s_errors_are_cheap():
     gram = Gram(h, 1).damped(0.01)
     factor = pruner.prepare(gram)
     pattern = KnownSupport(torch.ones(512, 64, dtype=torch.bool))
+
+    def swept(rows, scaling):
+        return pruner._swept(weight[rows], factor, pattern, scaling)
+
     costs = factor.diagonal().double().square().reciprocal()
     expected = float(costs.mean() / costs.log().mean().exp())
     assert expected > 1.5
     losses = []
     for widths in (factor.diagonal(), torch.ones(64)):
-        found = at_rate.at_rate(pruner.grid, weight, widths, lambda s: pruner._swept(weight, factor, pattern, s))
-        losses.append(oracles.loss(weight - found.sparse, gram.matrix))
+        found = at_rate.at_rate(pruner.grid, weight, widths, swept)
+        losses.append(oracles.loss(weight - found.values(), gram.matrix))
     assert losses[1] / losses[0] == pytest.approx(expected, rel=0.1)
 
 
@@ -147,3 +152,28 @@ def test_relative_steps_are_in_proportion_to_the_rows():
     ratio = found.scaling.scale[:, 0] / expected
     torch.testing.assert_close(ratio, ratio[:1].expand(24), rtol=2**-7, atol=0)
     assert not found.sparse[3].any()
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_rows_that_are_decided_some_at_a_time_share_the_scales_and_the_bits(relative, monkeypatch):
+    """Oracle: all rows at once. The parts that `by_rows` gives add up to it."""
+    weight, h = oracles.problem(150, 64)
+    weight *= torch.logspace(-1, 1, 150)[:, None]
+    method = JointOnGrid(Grid.entropy_coded(3.0), relative=relative)
+    prepared = method.prepare(Gram(h, 1))
+    whole = SparseGPT(grid=method.grid, relative=relative).at_rate(weight, prepared.for_sweep)
+    assert list(method.by_rows(weight, prepared)) == [(slice(0, 150), method)]
+    monkeypatch.setattr(at_rate, "ROWS", 64)
+    monkeypatch.setattr(joint_on_grid, "ROWS", 64)
+    codes, scales = [], []
+    for rows, part in method.by_rows(weight, prepared):
+        start = part.start(weight[rows], 0, 0)
+        solution = part.solve(weight[rows], prepared, Unstructured(weight[rows].numel()), start)
+        assert torch.equal(solution.scaling.input_scale, part.scaling.input_scale)
+        codes.append(solution.scaling.codes(solution.sparse))
+        scales.append(solution.scaling.scale)
+    found = torch.cat(codes)
+    assert [len(part) for part in codes] == [64, 64, 22]
+    assert len(encode(found)) <= words_for_rate(weight.numel(), 3.0)
+    torch.testing.assert_close(torch.cat(scales), whole.scaling.scale, rtol=2**-7, atol=0)
+    assert (found == whole.codes).double().mean() > 0.99, "float32 may round a tie the other way"

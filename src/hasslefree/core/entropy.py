@@ -75,22 +75,34 @@ def class_of(number: np.ndarray) -> np.ndarray:
     return np.clip(number + STEPS * OCTAVES, 0, CLASSES - 1)
 
 
-def measured(steps: np.ndarray) -> tuple[Numbers, Numbers]:
-    """The numbers of rows and columns of codes − 128, int32 (out, in)."""
-    squares = np.square(steps)
-    columns = Numbers.of(number_of(np.sqrt(squares.mean(0))))
-    rows = number_of(np.sqrt((squares * 4.0 ** (-columns.values / STEPS)).mean(1)))
-    return Numbers.of(rows), columns
+def measured(codes: np.ndarray) -> tuple[Numbers, Numbers]:
+    """The numbers of rows and columns of codes, uint8 (out, in)."""
+    parts = list(coded_together(*codes.shape))
+    sums = np.zeros(codes.shape[1], np.int64)
+    for part in parts:
+        sums += squares(codes[part]).sum(0)
+    columns = Numbers.of(number_of(np.sqrt(sums / len(codes))))
+    weights = 4.0 ** (-columns.values / STEPS)
+    rows = [number_of(np.sqrt((squares(codes[part]) * weights).mean(1))) for part in parts]
+    return Numbers.of(np.concatenate(rows)), columns
 
 
-def chunks(rows: np.ndarray, columns: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
-    """The rows that are coded together, and the classes of their codes, uint8 (rows, in)."""
-    height = max(1, CHUNK // max(1, len(columns)))
-    rows = rows.astype(np.int16)
-    columns = columns.astype(np.int16)
-    for start in range(0, len(rows), height):
-        part = slice(start, start + height)
-        yield part, class_of(rows[part, None] + columns).astype(np.uint8)
+def squares(codes: np.ndarray) -> np.ndarray:
+    """Of codes − 128: uint8 → int32."""
+    return np.square(codes.astype(np.int32) - MIDDLE)
+
+
+def coded_together(out: int, width: int) -> Iterator[slice]:
+    """The rows of a matrix that are coded together."""
+    height = max(1, CHUNK // max(1, width))
+    for start in range(0, out, height):
+        yield slice(start, start + height)
+
+
+def classes_of(rows: np.ndarray, columns: np.ndarray, part: slice) -> np.ndarray:
+    """The classes of the codes of some rows, uint8 (rows, in). rows, columns: numbers of all."""
+    numbers = rows[part, None].astype(np.int16) + columns.astype(np.int16)
+    return class_of(numbers).astype(np.uint8)
 
 
 def encode(codes: Tensor, words: int | None = None) -> Tensor:
@@ -107,9 +119,10 @@ def encode(codes: Tensor, words: int | None = None) -> Tensor:
         GridError: the codes need more words.
     """
     matrix = codes.cpu().numpy()
-    rows, columns = measured(matrix.astype(np.int32) - MIDDLE)
+    rows, columns = measured(matrix)
     stack = stack_on(BOTTOM)
-    for part, classes in reversed(list(chunks(rows.values, columns.values))):
+    for part in reversed(list(coded_together(*matrix.shape))):
+        classes = classes_of(rows.values, columns.values, part)
         stack.push(matrix[part].reshape(-1), classes.reshape(-1))
     for numbers in (columns, rows):
         stack.push(numbers.symbols, numbers.classes)
@@ -144,8 +157,10 @@ def decode(stream: Tensor, shape: tuple[int, int]) -> Tensor:
     for length, mean, spread in zip(shape, header[::2], header[1::2], strict=True):
         symbols = stack.pop(np.full(length, min(int(spread), CLASSES - 1), np.uint8))
         numbers.append(symbols.astype(np.int64) - MIDDLE + (int(mean) + 128) % 256 - 128)
+    rows, columns = numbers
     codes = np.empty(shape, np.uint8)
-    for part, classes in chunks(*numbers):
+    for part in coded_together(*shape):
+        classes = classes_of(rows, columns, part)
         codes[part] = stack.pop(classes.reshape(-1)).reshape(classes.shape)
     rest = stack.words()
     if not np.array_equal(rest[-2:], BOTTOM) or rest[:-2].any():

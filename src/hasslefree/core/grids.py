@@ -449,6 +449,11 @@ class Scaling:
                 )
         return changed
 
+    def of_rows(self, rows: slice) -> "Scaling":
+        """That of some rows, if scales and zeros are floats."""
+        assert isinstance(self.storage, Floats)
+        return replace(self, scale=self.scale[rows], zero=self.zero[rows])
+
     def levels(self) -> Levels:
         """Those of entries by group, (out, groups, n), in the working dtype."""
         dtype = working_dtype(self.scale)

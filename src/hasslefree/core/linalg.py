@@ -60,8 +60,26 @@ def inverse_factor(matrix: Tensor) -> Tensor:
     upper.
     """
     upper = lower_cholesky(matrix.flip(0, 1)).flip(0, 1)
-    identity = torch.eye(len(matrix), dtype=upper.dtype, device=upper.device)
-    return torch.linalg.solve_triangular(upper, identity, upper=True).to(matrix.dtype)
+    return inverse_of_upper(upper).to(matrix.dtype)
+
+
+def inverse_of_upper(matrix: Tensor) -> Tensor:
+    """The inverse of an upper triangular matrix (n, n), by halves: half of it is zero, which
+    `solve_triangular` would compute too.
+    """
+    if len(matrix) <= BLOCK.get(matrix.device.type, BLOCK["cpu"]):
+        identity = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+        return torch.linalg.solve_triangular(matrix, identity, upper=True)
+    half = len(matrix) // 2
+    first = slice(None, half)
+    rest = slice(half, None)
+    inverse = torch.zeros_like(matrix)
+    inverse[first, first] = inverse_of_upper(matrix[first, first])
+    inverse[rest, rest] = inverse_of_upper(matrix[rest, rest])
+    across = matrix[first, rest] @ inverse[rest, rest]
+    across = torch.linalg.solve_triangular(matrix[first, first], across, upper=True)
+    inverse[first, rest] = across.neg_()
+    return inverse
 
 
 def with_rows(factor: Tensor, rows: Tensor) -> Tensor:

@@ -33,7 +33,6 @@ from hasslefree.packed.linear import SparseLowRankLinear
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.pipeline.job import Job
 from hasslefree.pipeline.layers import Done, memory_errors, share_layer
-from hasslefree.planning.memory import rows_at_once
 from hasslefree.planning.plan import LayerPlan
 from hasslefree.progress import REFERENCE, Phase
 from hasslefree.solve.decompose import solve_layer
@@ -110,7 +109,7 @@ def head_gram(job: Job, name: str, reference: Reference | None) -> Gram:
 
 
 def compress_end(job: Job, end: End, plan: LayerPlan, gram: Gram) -> Done:
-    """Put a matrix on its grid, by GPTQ's sweep and descent, some rows at a time if possible."""
+    """Put a matrix on its grid, by GPTQ's sweep and descent, some rows at a time."""
     start = time.perf_counter()
     assert plan.grid is not None
     method = JointOnGrid(plan.grid, relative=True)
@@ -121,9 +120,11 @@ def compress_end(job: Job, end: End, plan: LayerPlan, gram: Gram) -> Done:
         with memory_errors(f"compress {end.name}", weight.device):
             prepared = method.prepare(gram)
             parts: list[Decomposition] = []
-            weights = weight.split(rows_at_once(plan))
-            for rows in weights:
-                parts.append(solve_layer(rows, gram, method, prepared, plan.kept, 0, seed=0))
+            weights: list[Tensor] = []
+            for here, solver in method.by_rows(weight, prepared):
+                rows = weight[here]
+                parts.append(solve_layer(rows, gram, solver, prepared, plan.kept, 0, seed=0))
+                weights.append(rows)
         result = joined(parts, weights, gram)
         layer = end.kind.from_decomposition(result, getattr(module, "bias", None), plan.pattern)
     seconds = time.perf_counter() - start
@@ -158,7 +159,7 @@ def stacked(parts: Sequence[Any]) -> Any:
     """The value whose tensors are those of the parts, row after row, as for codes and scales.
 
     The tensors of a dataclass are those in its fields, and in the fields of these. All else is that
-    of the first part.
+    of the first part, and so are the scales of inputs, which all rows share.
     """
     first = parts[0]
     if isinstance(first, Tensor) and first.ndim:
@@ -167,7 +168,9 @@ def stacked(parts: Sequence[Any]) -> Any:
         return first
     whole = {}
     for field in fields(first):
-        whole[field.name] = stacked([getattr(part, field.name) for part in parts])
+        values = [getattr(part, field.name) for part in parts]
+        shared = field.name == "input_scale"
+        whole[field.name] = values[0] if shared else stacked(values)
     kind: Any = type(first)
     return kind(**whole)
 

@@ -19,6 +19,7 @@ from hasslefree.planning.machine import free_memory, in_one_pass, local_processe
 from hasslefree.planning.plan import LayerPlan, bytes_of, bytes_to_write
 from hasslefree.planning.schedule import HELD_OUT_ROWS, Training
 from hasslefree.planning.setup import Setup
+from hasslefree.solve.at_rate import ROWS
 from hasslefree.solve.methods.joint import CHECKS
 from hasslefree.solve.scaled import cache_bytes
 from hasslefree.units import FLOAT, size
@@ -42,8 +43,9 @@ ARRAYS = 13
 FACTORS = 8
 # Numbers for each trained one: the master, its unit and the two moments of Adam.
 MASTER_NUMBERS = 4
-# Rows of an embedding or a head that are solved together.
-ROWS = 1 << 14
+# Bytes for each entry of an entropy-coded embedding or head while its steps are searched: in
+# float32, and codes, of two tries and as they are coded.
+SEARCH = 10
 RAM = torch.device("cpu")
 
 LIBRARIES = "libraries"
@@ -185,19 +187,13 @@ def ends_bytes(setup: Setup) -> int:
     taken = 0
     solver = 0
     for end in setup.plan.ends.values():
-        rows = rows_at_once(end)
+        out, width = end.shape
         taken += end.size + 2 * end.dense_size
-        solver = max(solver, workspace(setup, dataclasses.replace(end, shape=(rows, end.shape[1]))))
+        needed = workspace(setup, dataclasses.replace(end, shape=(min(ROWS, out), width)))
+        if end.grid is not None and end.grid.rate is not None:
+            needed += SEARCH * out * width
+        solver = max(solver, needed)
     return taken + solver
-
-
-def rows_at_once(end: LayerPlan) -> int:
-    """The rows of an embedding or a head that are solved together: all, if they share the scales of
-    their inputs.
-    """
-    if end.grid is not None and end.grid.rate is not None:
-        return end.shape[0]
-    return min(ROWS, end.shape[0])
 
 
 def probe_bytes(setup: Setup) -> int:

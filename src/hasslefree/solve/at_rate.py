@@ -6,14 +6,13 @@ sum is least where all inputs lose the same: Δ_j ∝ 1 / √d_j (WaterSIC, arXi
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from hasslefree.core.entropy import encode, words_for_rate
-from hasslefree.core.grids import Grid, Scaling
-from hasslefree.core.protocols import Pruned
+from hasslefree.core.grids import Grid, Quantised, Scaling
 from hasslefree.core.scales import Floats, as_float, suits_half
 
 # The share of the bits that may stay unused, the tries after which more may, and all tries.
@@ -29,16 +28,18 @@ NARROWEST = 2.0**-8
 WIDEST = 2.0**8
 # What lies between the narrowest and the widest steps of a matrix at most.
 OCTAVES_OF_WIDTHS = 15
+# Rows that are decided together: a matrix of all rows of a large vocabulary takes too much memory.
+ROWS = 1 << 14
 
 
 def at_rate(
     grid: Grid,
     target: Tensor,
     widths: Tensor,
-    decide: Callable[[Scaling], Tensor],
+    decide: Callable[[slice, Scaling], Tensor],
     heights: Tensor | None = None,
     tolerance: float = 0.0,
-) -> Pruned:
+) -> Quantised:
     """Put a target on an entropy-coded grid.
 
     A step that is twice as long takes one bit less, so that two or three tries suffice.
@@ -46,7 +47,7 @@ def at_rate(
     Args:
         target: (out, in).
         widths: of the steps of the inputs in relation to each other, (in,).
-        decide: S, (out, in), on given scales.
+        decide: S of some rows, (rows, in), on given scales.
         heights: of the steps of the rows in relation to each other, (out,); None for equal ones.
         tolerance: the share of the bits by which S may miss those of the grid, either way.
     """
@@ -55,12 +56,15 @@ def at_rate(
     widths = widths / widths.log().mean().exp()
     if heights is None:
         heights = target.new_ones(len(target))
-    step, least = steps_to_try(target / heights.unsqueeze(1), widths, grid.rate)
-    best: Pruned | None = None
+    deviations, reach = deviations_and_reach(target, heights)
+    half = suits_half(target, REACH)
+    step, least = steps_to_try(deviations, reach / widths, widths, grid.rate)
+    best: Quantised | None = None
     for tries in range(1, MOST_TRIES + 1):
-        scaling = scaling_with(grid, target, widths, heights * 2.0**step)
-        found = Pruned(decide(scaling), scaling)
-        used = len(encode(scaling.codes(found.sparse)))
+        wide_enough = torch.maximum(widths.clamp(NARROWEST, WIDEST), reach / 2.0**step)
+        scaling = scaling_of(grid, heights * 2.0**step, wide_enough, half)
+        found = Quantised(codes_on(scaling, decide), scaling)
+        used = len(encode(found.codes))
         if abs(used - words) <= tolerance * words:
             return found
         if used <= words:
@@ -74,7 +78,46 @@ def at_rate(
     return best or found
 
 
-def steps_to_try(target: Tensor, widths: Tensor, rate: float) -> tuple[float, float]:
+def scaling_of(grid: Grid, steps: Tensor, widths: Tensor, half: Tensor) -> Scaling:
+    """The scaling with these steps of the rows, (out,), and widths of the inputs, (in,). half:
+    whether float16 holds them too.
+    """
+    scale = as_float(steps.unsqueeze(1), half)
+    zero = torch.full_like(scale, (grid.top + 1) / 2)
+    return Scaling(grid, scale, zero, Floats(half), as_float(widths, half))
+
+
+def parts(rows: int) -> Iterator[slice]:
+    """The rows that are decided together."""
+    for start in range(0, rows, ROWS):
+        yield slice(start, min(start + ROWS, rows))
+
+
+def codes_on(scaling: Scaling, decide: Callable[[slice, Scaling], Tensor]) -> Tensor:
+    """The codes, uint8 (out, in), of S on given scales. decide: as in `at_rate`."""
+    found = []
+    for rows in parts(len(scaling.scale)):
+        part = scaling.of_rows(rows)
+        found.append(part.codes(decide(rows, part)))
+    return torch.cat(found)
+
+
+def deviations_and_reach(target: Tensor, heights: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the inputs, with rows in units of their heights: the root mean squares, and the shortest
+    steps with which `REACH` is the largest code: (in,) each.
+    """
+    squares = target.new_zeros(target.shape[1])
+    reach = torch.zeros_like(squares)
+    for rows in parts(len(target)):
+        part = target[rows] / heights[rows].unsqueeze(1)
+        squares += part.square().sum(0)
+        reach = torch.maximum(reach, part.abs().amax(0) / REACH)
+    return (squares / len(target)).sqrt(), reach
+
+
+def steps_to_try(
+    deviations: Tensor, reach: Tensor, widths: Tensor, rate: float
+) -> tuple[float, float]:
     """The binary logarithms of two steps: that at which Gaussian entries would take the bits of a
     rate, and the least one of use.
 
@@ -82,27 +125,15 @@ def steps_to_try(target: Tensor, widths: Tensor, rate: float) -> tuple[float, fl
     widths of some would not fit into float16.
 
     Args:
-        target: (out, in). Inputs without weights take no bits.
+        deviations: of the entries of each input, (in,). Inputs without weights take no bits.
+        reach: the shortest step of each input, in units of its width, (in,).
         widths: of the steps of the inputs, (in,).
     """
-    used = target.any(0)
+    used = reach > 0
     if not used.any():
         return 0.0, 0.0
-    deviations = target.square().mean(0).sqrt()[used]
-    reach = target.abs().amax(0)[used] / widths[used] / REACH
-    least = max(reach.min().log2().item(), reach.max().log2().item() - OCTAVES_OF_WIDTHS)
-    spread = (deviations / widths[used]).log2().mean().item()
+    octaves = reach[used].log2()
+    least = max(octaves.min().item(), octaves.max().item() - OCTAVES_OF_WIDTHS)
+    spread = (deviations / widths)[used].log2().mean().item()
     step = spread + GAUSSIAN - rate * len(widths) / int(used.sum())
     return max(step, least), least
-
-
-def scaling_with(grid: Grid, target: Tensor, widths: Tensor, steps: Tensor) -> Scaling:
-    """The scaling with these steps of the rows, (out,), and widths of the inputs that are no
-    narrower than codes reach.
-    """
-    half = suits_half(target, REACH)
-    scale = as_float(steps.unsqueeze(1), half)
-    reaching = (target / steps.unsqueeze(1)).abs().amax(0) / REACH
-    widths = torch.maximum(widths.clamp(NARROWEST, WIDEST), reaching)
-    zero = torch.full_like(scale, (grid.top + 1) / 2)
-    return Scaling(grid, scale, zero, Floats(half), as_float(widths, half))

@@ -9,7 +9,7 @@ from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import KnownSupport
 from hasslefree.solve.grid_descent import descend
 from hasslefree.solve.methods import build_method
-from hasslefree.solve.methods.joint_on_grid import fit_exactly
+from hasslefree.solve.methods.joint_on_grid import Prepared, fit_exactly
 from hasslefree.solve.pruners.sparsegpt import SparseGPT
 from tests import oracles
 
@@ -143,3 +143,23 @@ def test_a_known_support_is_cut_as_any_pattern():
     support = KnownSupport(known)
     assert support.kept((3, 16)) == 24
     assert torch.equal(support.restricted(slice(4, 8), 16).mask(torch.zeros(3, 4)), known[:, 4:8])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rank", "needed"),
+    [("dense", 0, {"for_sweep"}), ("dense", 4, {"for_sweep", "for_fit"}), ("2:4", 0, {"for_sweep", "for_joint"})],
+)
+def test_what_is_not_used_is_not_computed(pattern, rank, needed, monkeypatch):
+    """The support of `Joint` and the exact fit take as long to prepare as the sweep."""
+    computed = set()
+    for name in ("for_joint", "for_fit", "for_sweep"):
+        compute = getattr(Prepared, name).func
+
+        def watched(prepared, name=name, compute=compute):
+            computed.add(name)
+            return compute(prepared)
+
+        monkeypatch.setattr(Prepared, name, property(watched))
+    weight, h = oracles.problem(16, 32)
+    hasslefree.decompose(weight, Gram(h, 1), pattern, rank, method=JointOnGrid(Grid(4, 32)))
+    assert computed == needed

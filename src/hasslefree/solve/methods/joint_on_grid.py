@@ -3,7 +3,9 @@ exact L in turn for the rest.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated
 
 import torch
@@ -11,11 +13,12 @@ from pydantic import Field
 from torch import Tensor
 
 from hasslefree.core.gram import Gram
-from hasslefree.core.grids import Grid
+from hasslefree.core.grids import Grid, Scaling
 from hasslefree.core.linalg import masked_cg, orthonormal, with_rows
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import KnownSupport, Pattern
 from hasslefree.core.protocols import Method, Pruned, Solution
+from hasslefree.solve.at_rate import ROWS, parts
 from hasslefree.solve.grid_descent import descend
 from hasslefree.solve.low_rank.svd import Exact
 from hasslefree.solve.methods.joint import Joint
@@ -43,12 +46,30 @@ class Norm:
 
 @dataclass(frozen=True)
 class Prepared:
-    """H, damped; and the results of `prepare` of `Joint`, of the sweep and of the exact fit."""
+    """H, and the results of `prepare` of `Joint`, of the sweep and of the exact fit. A pattern that
+    keeps everything needs no `Joint`, rank 0 no fit: each is computed when it is asked for first.
 
+    Args:
+        given: H without damping.
+        gram: H, damped.
+        joint: the method that chooses the support.
+    """
+
+    given: Gram
     gram: Gram
-    for_joint: ScaledProblem
-    for_sweep: Tensor
-    for_fit: Tensor
+    joint: Joint
+
+    @cached_property
+    def for_joint(self) -> ScaledProblem:
+        return self.joint.prepare(self.given)
+
+    @cached_property
+    def for_sweep(self) -> Tensor:
+        return SparseGPT().prepare(self.gram)
+
+    @cached_property
+    def for_fit(self) -> Tensor:
+        return Exact().prepare(self.gram)
 
     def norm(self, low_rank: LowRank, left: float) -> Norm:
         """H⊥ = C (I − (1 − d) V Vᵀ)² Cᵀ with H = C Cᵀ, d = `left`, and V, (in, r), an orthonormal
@@ -99,7 +120,7 @@ class JointOnGrid(Method):
         passes: the passes of the descent in each turn.
         ranges: the ranges of values that the sweep tries for each group.
         left: d, what H⊥ leaves of the length of the directions that L repairs; 1 for H⊥ = H.
-        relative, rate_tolerance: as in `SparseGPT`.
+        relative, scaling, rate_tolerance: as in `SparseGPT`.
     """
 
     grid: Grid = Grid()
@@ -110,12 +131,11 @@ class JointOnGrid(Method):
     ranges: Positive = 20
     left: Annotated[float, Field(gt=0, le=1)] = 0.1
     relative: bool = False
+    scaling: Scaling | None = None
     rate_tolerance: Figure = 0.0
 
     def prepare(self, gram: Gram) -> Prepared:
-        damped = gram.damped(self.damping)
-        for_joint = self._joint().prepare(gram)
-        return Prepared(damped, for_joint, SparseGPT().prepare(damped), Exact().prepare(damped))
+        return Prepared(gram, gram.damped(self.damping), self._joint())
 
     def solve(
         self,
@@ -166,16 +186,36 @@ class JointOnGrid(Method):
             target: (out, in), zero off the support.
             support: bool (out, in).
         """
-        sweep = SparseGPT(
-            grid=self.grid,
-            ranges=self.ranges,
-            relative=self.relative,
-            rate_tolerance=self.rate_tolerance,
-        )
-        swept = sweep.prune(target, norm.for_sweep, KnownSupport(support))
+        swept = self._sweep().prune(target, norm.for_sweep, KnownSupport(support))
         if self.grid.rate is not None:
             return swept
         return descend(target, swept, norm.matrix, support, self.passes)
+
+    def by_rows(self, weight: Tensor, prepared: Prepared) -> Iterator[tuple[slice, "JointOnGrid"]]:
+        """Some rows of a weight (out, in), of any floating dtype, at a time, with the method that
+        solves them at rank 0.
+
+        On an entropy-coded grid, all rows have the scales of their inputs in common, and the bits.
+        """
+        method = self
+        scaling = None
+        if self.grid.rate is not None and len(weight) > ROWS:
+            target = weight.to(prepared.gram.matrix.dtype) * prepared.given.alive
+            scaling = self._sweep().at_rate(target, prepared.for_sweep).scaling
+            del target
+        for rows in parts(len(weight)):
+            if scaling is not None:
+                method = replace(self, scaling=scaling.of_rows(rows))
+            yield rows, method
+
+    def _sweep(self) -> SparseGPT:
+        return SparseGPT(
+            grid=self.grid,
+            ranges=self.ranges,
+            relative=self.relative,
+            scaling=self.scaling,
+            rate_tolerance=self.rate_tolerance,
+        )
 
     def _joint(self) -> Joint:
         return Joint(rounds=self.rounds, damping=self.damping)

@@ -70,8 +70,9 @@ class RoundToNearest(Pruner):
         pattern: Pattern,
     ) -> Pruned:
         if self.grid.rate is not None:
-            widths = target.new_ones(target.shape[1])
-            return at_rate(self.grid, target, widths, lambda scaling: scaling.nearest(target))
+            equal = target.new_ones(target.shape[1])
+            found = at_rate(self.grid, target, equal, lambda rows, part: part.nearest(target[rows]))
+            return Pruned(found.values(), found.scaling)
         scaling = self.grid.scaling(target)
         rounded = scaling.nearest(target)
         gain = target.square() - (target - rounded).square()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hasslefree.core.gram import Gram
-from hasslefree.core.grids import Grid, Scaling
+from hasslefree.core.grids import Grid, Quantised, Scaling
 from hasslefree.core.linalg import inverse_factor
 from hasslefree.core.patterns import KnownSupport, Pattern
 from hasslefree.core.protocols import Pruned, Pruner
@@ -43,6 +43,7 @@ class SparseGPT(Pruner):
             `Grid.search`. Errors are weighed by their cost in the sweep, 1 / U_jj².
         relative: on an entropy-coded grid, the steps of a row are in proportion to its root mean
             square, as rows of an embedding need; otherwise all rows have the same.
+        scaling: of S on an entropy-coded grid, where it is known; None if it is to be found.
         rate_tolerance: the share by which the bits that S takes may differ from those of an
             entropy-coded grid. With more than 0, there may be no room for its codes: it is for a
             first look.
@@ -52,6 +53,7 @@ class SparseGPT(Pruner):
     grid: Grid | None = None
     ranges: int = 1
     relative: bool = False
+    scaling: Scaling | None = None
     rate_tolerance: Figure = 0.0
 
     def prepare(self, gram: Gram) -> Tensor:
@@ -64,15 +66,31 @@ class SparseGPT(Pruner):
         pattern: Pattern,
     ) -> Pruned:
         grid = self.grid
-        if grid is None or grid.rate is None:
-            scaling = self._scaling(target, prepared, pattern)
-            return Pruned(self._swept(target, prepared, pattern, scaling), scaling)
-        grid.check(target.shape, pattern)
+        if grid is not None and grid.rate is not None and self.scaling is None:
+            grid.check(target.shape, pattern)
+            found = self.at_rate(target, prepared)
+            return Pruned(found.values(), found.scaling)
+        scaling = self._scaling(target, prepared, pattern)
+        return Pruned(self._swept(target, prepared, pattern, scaling), scaling)
+
+    def at_rate(self, target: Tensor, prepared: Tensor) -> Quantised:
+        """S on an entropy-coded grid; rows are swept some at a time.
+
+        Args:
+            target: (out, in).
+            prepared: the result of `prepare`.
+        """
+        assert self.grid is not None
+
+        def decide(rows: slice, scaling: Scaling) -> Tensor:
+            part = target[rows]
+            return self._swept(part, prepared, everything(part), scaling)
+
         return at_rate(
-            grid,
+            self.grid,
             target,
             prepared.diagonal().abs(),
-            lambda scaling: self._swept(target, prepared, pattern, scaling),
+            decide,
             lengths(target) if self.relative else None,
             self.rate_tolerance,
         )
@@ -109,13 +127,18 @@ class SparseGPT(Pruner):
         """The scaling to begin with. That of whole rows is final; the sweep writes that of smaller
         groups.
         """
-        if self.grid is None:
-            return None
+        if self.grid is None or self.scaling is not None:
+            return self.scaling
         self.grid.check(target.shape, pattern)
         if self.grid.group is not None:
             return self.grid.empty_scaling(target)
         pruned = replace(self, grid=None).prune(target, prepared, pattern)
         return self.grid.scaling(pruned.sparse)
+
+
+def everything(matrix: Tensor) -> KnownSupport:
+    """The support that keeps all entries of a matrix."""
+    return KnownSupport(torch.ones((), dtype=torch.bool, device=matrix.device).expand(matrix.shape))
 
 
 def lengths(matrix: Tensor) -> Tensor:
