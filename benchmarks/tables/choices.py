@@ -246,7 +246,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
             note="On {where}.",
         ),
     ),
-    "whole_files": tuple(map(whole_files_of, (*EQUAL_FILES, "gemma-3-270m"))),
+    "whole_files": tuple(map(whole_files_of, ("Qwen2.5-Coder-1.5B-Instruct", *EQUAL_FILES, "gemma-3-270m"))),
     "overfitting": (
         overfitting_of("overfitting_SmolLM2-135M-Instruct", "fast"),
         overfitting_of("overfitting_balanced_SmolLM2-135M-Instruct", "balanced"),
