@@ -106,6 +106,7 @@ OURS: Rows = {
     **sized_rows("3.54bits", ("best",)),
     **gguf_rows("103.6MB", ("fast", "balanced")),
     **gguf_rows("391MB", ("fast", "balanced")),
+    **gguf_rows("979MB", ("fast",)),
     **uniform_rows(4, (0, 16), ("fast", "balanced")),
     **{
         f"2:4 in 6 bits + rank {rank}, fast": Spec(

@@ -8,20 +8,19 @@ First the parameters kept, disk and time of every compression are printed (--pla
 beside the paper's; they are also written to FOLDER/tableN.json and FOLDER/figure1.json. Rows that FOLDER (--output)
 holds are not measured again, in whatever table they appear, and an interrupted run continues where it stopped.
 
---record NAME also collects all that FOLDER holds in benchmarks/results/reproduction_NAME.json, and copies the figure to
-docs/results/figure1_NAME.png. The results there are of table1, table2, table4 and figure1 with --rank 16 --samples 32
---max-tokens 16384: `embedded`, the demo model with --seqlen 256 --limit 25 --texts held_out=.../demo/held_out.txt;
-`reference`, with --seqlen 256 --limit 25 --max-tokens 8192; `smollm2`, without tasks, with --seqlen 1024 --rounds 20.
-`qwen`, an off-grid Qwen2.5-Coder-0.5B-Instruct, has --samples 32 --seqlen 1024 --max-tokens 16384, without tasks:
-table1 with --settings 2:4 --methods sparsegpt; table2 with --like Llama-3.2-1B --settings '2:4 + rank 64' --methods
-oats joint-balanced, and --methods hassle-free with --rounds 20; and figure1 with --methods oats "hassle-free, gaussian
-start" hassle-free "hassle-free, exact step" joint.
+--record NAME also collects all that FOLDER holds in benchmarks/results/reproduction_NAME.json, beside what that file
+holds at the same scale, and draws the figure in docs/results/figure1_NAME.png. The results there are of table1,
+table2, table4 and figure1 with --rank 16 --samples 32 --max-tokens 16384: `embedded`, the demo model with --seqlen 256
+--limit 25 --texts held_out=.../demo/held_out.txt; `reference`, with --seqlen 256 --limit 25 --max-tokens 8192;
+`smollm2`, without tasks, with --seqlen 1024 --rounds 20. `qwen`, an off-grid Qwen2.5-Coder-0.5B-Instruct, has
+--samples 32 --seqlen 1024 --max-tokens 16384, without tasks: table1 with --settings 2:4 --methods sparsegpt wanda
+dsnot; table2 with --like Llama-3.2-1B --settings '2:4 + rank 64' --methods oats joint-balanced, and --methods
+hassle-free with --rounds 20; and figure1 without "hassle-free, unscaled".
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -32,13 +31,13 @@ from rich.table import Table
 
 import pictures
 from harness.figure1 import COMPARED, layer_errors
-from harness.paper import MODELS, Job, Scale, table_jobs
+from harness.paper import ADDED, MODELS, Job, Scale, table_jobs
 from harness.record import RESULTS, ROOT, machine, mean, write
 from harness.styles import save
 from hasslefree.checkpoint.record import read_record
 from hasslefree.cli.bars import phase_bars
 from hasslefree.cli.common import console, say
-from hasslefree.errors import HasslefreeError, UnknownNameError, with_flags
+from hasslefree.errors import HasslefreeError, RecipeError, UnknownNameError, with_flags
 from hasslefree.evaluation.harness import default_cache
 from hasslefree.evaluation.run import evaluate
 from hasslefree.evaluation.tasks import check_harness
@@ -64,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("parts", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
     made.add_argument("--model", help="default: those of the paper; figure1: Llama-3.2-1B")
     made.add_argument("--like", choices=MODELS, help="model of the paper to compare with; default: by the name")
-    made.add_argument("--methods", nargs="+", help="of the table, joint, 3basil, joint-balanced, joint-best")
+    made.add_argument("--methods", nargs="+", help=f"of the table, {', '.join(ADDED)}")
     made.add_argument("--settings", nargs="+", help="of the table, such as '2:4 + rank 64'; default: all")
     made.add_argument("--block", type=int, default=0, help="number of the block for figure1, from 0")
     for name in ("rank", "samples", "seqlen", "rounds"):
@@ -274,12 +273,50 @@ def collected(args: argparse.Namespace) -> dict[str, Any]:
     content |= {name: getattr(args, name) for name in RECORDED} | {"tables": {}}
     for part in PARTS:
         if (file := args.output / f"{part}.json").exists():
-            made = json.loads(file.read_text())
+            made = read_json(file)
             if part == "figure1":
                 content[part] = made | {"model": args.record}
             else:
                 content["tables"][part] = [row | {"model": args.record} for row in made["rows"]]
     return content
+
+
+def beside_earlier(content: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
+    """An earlier record with the rows and the methods of the figure that were measured since, in the place of its own.
+
+    Raises:
+        RecipeError: it was measured at another scale.
+    """
+    for name in ("model", *(name for name in RECORDED if name != "rounds")):
+        if content[name] != earlier.get(name):
+            raise RecipeError(
+                f"the record has {name} {earlier.get(name)}, not {content[name]}; use another name with --record"
+            )
+    merged = earlier | {"machine": content["machine"]}
+    for part, rows in content["tables"].items():
+        merged["tables"][part] = list({row_key(row): row for row in [*earlier["tables"].get(part, ()), *rows]}.values())
+    if "figure1" in content:
+        errors = content["figure1"]["errors"]
+        if (kept := earlier.get("figure1")) and kept["block"] == content["figure1"]["block"]:
+            errors = kept["errors"] | errors
+        merged["figure1"] = content["figure1"] | {"errors": errors}
+    return merged
+
+
+def row_key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells a row of a table from the others."""
+    return tuple(row.get(name) for name in ("beside", "config", "method", "rounds"))
+
+
+def record(args: argparse.Namespace) -> None:
+    """Write what was measured to the results of the repository."""
+    file = RESULTS / f"reproduction_{args.record}.json"
+    content = collected(args)
+    if file.exists():
+        content = beside_earlier(content, read_json(file))
+    write(file, content)
+    if "figure1" in args.parts:
+        save(pictures.layer_errors(content["figure1"]), ROOT / f"docs/results/figure1_{args.record}.png")
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -291,12 +328,10 @@ def main(words: Sequence[str] | None = None) -> None:
                     reproduce_figure(args, progress)
                 else:
                     reproduce_table(int(part[-1]), args, progress)
+        if args.record:
+            record(args)
     except HasslefreeError as error:
         raise SystemExit(f"error: {with_flags(error.message)}") from None
-    if args.record:
-        write(RESULTS / f"reproduction_{args.record}.json", collected(args))
-        if "figure1" in args.parts:
-            shutil.copyfile(args.output / "figure1.png", ROOT / f"docs/results/figure1_{args.record}.png")
 
 
 if __name__ == "__main__":

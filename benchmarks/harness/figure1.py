@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasslefree import Adam, AlternatingMinimization, Exact, Gram, Recipe, decompose
+from hasslefree import ALPS, Adam, AlternatingMinimization, Exact, Gram, Recipe, decompose
 from hasslefree.core.protocols import Method
 from hasslefree.errors import ModelError
 from hasslefree.models.blocks import find_blocks
@@ -26,7 +26,9 @@ COMPARED: dict[str, Method] = {
     "oats": METHODS["oats"],
     "hassle-free, gaussian start": AlternatingMinimization(low_rank=Adam(adapter_start=False)),
     "hassle-free, unscaled": AlternatingMinimization(low_rank=Adam(scaled=False)),
+    "hassle-free, 20 rounds": AlternatingMinimization(rounds=20),
     "hassle-free": METHODS["hassle-free"],
+    "hassle-free, ALPS": AlternatingMinimization(pruner=ALPS()),
     "hassle-free, exact step": AlternatingMinimization(low_rank=Exact()),
     "joint": METHODS["joint"],
 }

@@ -34,11 +34,14 @@ MODELS = {
 # The paper decomposes single layers; nothing is done between layers.
 LAYERS_ALONE: dict[str, Any] = {"effort": "fast"}
 
-# Methods that are not in the paper → changes to the recipe of `joint`. They can be added to every setting with a
-# low-rank part. 3BASiL was published after the paper.
+# Methods that are not in the paper's tables → changes to the recipe of `joint`. They can be added to every setting with
+# a low-rank part, OWL to those with a ratio. The paper names ALPS as another pruner, and 3BASiL was published after it.
 ADDED: dict[str, dict[str, Any]] = {
     "joint": LAYERS_ALONE,
     "3basil": LAYERS_ALONE | {"method": "3basil"},
+    "hassle-free-alps": LAYERS_ALONE | {"method": "hassle-free", "pruner": "alps"},
+    "pcp": LAYERS_ALONE | {"method": "pcp"},
+    "oats-owl": LAYERS_ALONE | {"method": "oats", "allocate": "owl"},
     "joint-balanced": {"effort": "balanced"},
     "joint-best": {"effort": "best"},
 }

@@ -10,7 +10,7 @@ import reproduction
 import torch
 from harness.figure1 import COMPARED, layer_errors
 from harness.paper import MODELS, RECIPES, TASKS, Scale, paper_rows, table_jobs
-from reproduction import compare, cost, cost_table, main, result_table, run_jobs
+from reproduction import beside_earlier, compare, cost, cost_table, main, result_table, run_jobs
 
 import hasslefree
 from hasslefree import Recipe
@@ -52,13 +52,15 @@ def test_a_plan_has_the_dense_model_first_and_the_methods_asked_for():
 
 def test_added_methods_are_measured_when_they_are_asked_for():
     """Oracle: the recipes as written by hand. The paper's methods and `joint` neither allocate nor train."""
-    asked = ("hassle-free", "joint", "3basil", "joint-balanced", "joint-best")
+    asked = ("hassle-free", "joint", "3basil", "hassle-free-alps", "pcp", "joint-balanced", "joint-best")
     _, *jobs = table_jobs(2, SMALL, str(MODEL), None, asked, ("2:4 + rank 64",))
     shared = {"pattern": "2:4", "rank": 4, "samples": 2, "seqlen": 32, "calibration": str(CALIBRATION)}
     wanted = {
         "hassle-free": {"method": "hassle-free", "effort": "fast"},
         "joint": {"effort": "fast"},
         "3basil": {"method": "3basil", "effort": "fast"},
+        "hassle-free-alps": {"method": "hassle-free", "pruner": "alps", "effort": "fast"},
+        "pcp": {"method": "pcp", "effort": "fast"},
         "joint-balanced": {"effort": "balanced"},
         "joint-best": {"effort": "best"},
     }
@@ -68,6 +70,14 @@ def test_added_methods_are_measured_when_they_are_asked_for():
         recipe = Recipe(**shared | changes).resolve()
         for field in ("method", "allocate", "match_predictions"):
             assert getattr(resolved[name], field) == getattr(recipe, field), (name, field)
+
+
+def test_owl_is_for_settings_with_a_ratio():
+    _, job = table_jobs(1, SMALL, str(MODEL), None, ("oats-owl",), ("2:8, ratio 0.5",))
+    resolved = job.recipe.resolve()
+    assert (resolved.method, resolved.allocate) == (Recipe(method="oats", rank=4).resolve().method, "owl")
+    with pytest.raises(RecipeError, match="give ratio or"):
+        table_jobs(2, SMALL, str(MODEL), None, ("oats-owl",), ("2:4 + rank 64",))[1].recipe.resolve()
 
 
 def test_tables_that_share_a_row_share_its_measurement():
@@ -218,6 +228,33 @@ def test_the_command(capsys, tmp_path, monkeypatch):
     assert set(content["figure1"]["errors"]) == {"oats", "joint"}
     assert (content["rank"], list(content["tables"]), str(tmp_path) in str(content)) == (4, ["table1"], False)
     assert (tmp_path / "docs/results/figure1_name.png").read_bytes().startswith(b"\x89PNG")
+
+
+def measured(rank, tables, errors):
+    """What one run records. tables: the rows of table 1, as (method, rounds, perplexity)."""
+    rows = [
+        {"beside": "Llama-3-8B", "config": "2:4", "method": method, "rounds": rounds, "measured": {"c4": perplexity}}
+        for method, rounds, perplexity in tables
+    ]
+    scale = dict.fromkeys(reproduction.RECORDED) | {"rank": rank}
+    figure = {"block": 0, "pattern": "2:4", "rank": rank, "errors": errors}
+    return {"machine": "here", "model": "name", **scale, "tables": {"table1": rows}, "figure1": figure}
+
+
+def test_a_record_keeps_what_was_measured_before():
+    """Oracle: the union by hand. A row with another number of rounds is another row; one measured anew replaces its
+    own, and so does a method of the figure.
+    """
+    before = measured(4, [("oats", None, 9.0), ("hassle-free", 20, 8.0)], {"oats": {"q": 0.3}, "joint": {"q": 0.1}})
+    now = measured(4, [("hassle-free", 80, 7.0), ("oats", None, 8.5)], {"joint": {"q": 0.2}, "pcp": {"q": 0.5}})
+    wanted = measured(
+        4,
+        [("oats", None, 8.5), ("hassle-free", 20, 8.0), ("hassle-free", 80, 7.0)],
+        {"oats": {"q": 0.3}, "joint": {"q": 0.2}, "pcp": {"q": 0.5}},
+    )
+    assert beside_earlier(now, before) == wanted
+    with pytest.raises(RecipeError, match="the record has rank 8, not 4; use another name with --record"):
+        beside_earlier(now, measured(8, [], {}))
 
 
 @pytest.mark.parametrize(
