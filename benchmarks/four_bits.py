@@ -132,6 +132,23 @@ MIXED: Rows = {
         *ENTROPY_CODED,
     )
 }
+# What each part of our quantising is worth, without training.
+COARSE: dict[str, Any] = {"method": "joint-grid", "bits": 3, "group_size": 64, "scale_bits": 16, "effort": "fast"}
+FINE = COARSE | {"group_size": 16, "scale_bits": 4}
+EMBEDDING_DENSE: dict[str, Any] = {"leave_dense": ("*embed_tokens*",), "effort": "fast"}
+PARTS: Rows = {
+    "3 bits in groups of 64, 16-bit scales": Spec(COARSE | {"rank": 0}),
+    "3 bits in groups of 16, 4-bit scales": Spec(FINE | {"rank": 0}),
+    "3 bits in groups of 16, 4-bit scales, four times the text": Spec(FINE | {"rank": 0, "samples": 256}),
+    "3 bits in groups of 64, 16-bit scales, rank 16, S fitted with H": Spec(COARSE | {"rank": 16, "projected": False}),
+    "3 bits in groups of 64, 16-bit scales, rank 16": Spec(COARSE | {"rank": 16}),
+    "3.54 bits entropy-coded, the same in every layer": Spec(
+        EMBEDDING_DENSE | {"size": "3.54bits", "allocate": "uniform"}
+    ),
+    "3.54 bits entropy-coded": Spec(EMBEDDING_DENSE | {"size": "3.54bits"}),
+    "105 MB, embedding in bfloat16": Spec(EMBEDDING_DENSE | {"size": "105MB"}),
+    "105 MB": Spec({"size": "105MB", "effort": "fast"}),
+}
 LLAMA_CPP = ("Q4_K_M", "Q5_K_M", "IQ4_XS", "Q3_K_M", "IQ3_M", "Q6_K", "Q8_0")
 AUTO_ROUND = {"bits": 4, "group_size": 64, "sym": False, "iters": 200}
 RIVALS: Rows = {
@@ -146,7 +163,7 @@ RIVALS: Rows = {
     "AutoRound, 200 iterations, 4 bits": Spec(AUTO_ROUND, "AutoRound"),
     "AutoRound, 200 iterations, extended, 4 bits": Spec(AUTO_ROUND | {"enable_alg_ext": True}, "AutoRound"),
 }
-ROWS: Rows = OURS | ENTROPY_CODED | MIXED | RIVALS
+ROWS: Rows = OURS | ENTROPY_CODED | MIXED | PARTS | RIVALS
 
 
 def needs_llama(spec: Spec) -> bool:

@@ -69,6 +69,8 @@ from hasslefree.models.walk import Walk
 from hasslefree.models.weights import Weights
 from hasslefree.pipeline.text import draw
 from hasslefree.progress import ALLOCATION, PROBES
+from hasslefree.solve.methods import METHODS
+from hasslefree.solve.methods.joint_on_grid import JointOnGrid
 
 # By name, the fields of each recipe. The setting that decides: 2:4 + rank 16.
 SETTING = {"pattern": "2:4", "rank": 16}
@@ -129,17 +131,16 @@ def row(
     """Compress, and measure.
 
     Args:
-        fields: of the recipe, whether outputs are "weighted", and whether it reads the "mixed" text; None for the
-            dense model.
+        fields: of the recipe, what `switch_off` takes, and whether it reads the "mixed" text; None for the dense
+            model.
         exported: what to add to the row of a compressed folder.
         threads: None for those of this process.
         kept: the compressed folder. An earlier run that was cut off there is resumed, and the row has no times. None
             for a temporary one.
     """
     torch.set_num_threads(threads or torch.get_num_threads())
-    fields = None if fields is None else dict(fields)
-    if fields is not None and not fields.pop("weighted", True):
-        ProbedLayer.output_weights = lambda layer: None  # type: ignore[method-assign]  # the row has its own process
+    if fields is not None:
+        fields = switch_off(fields)
     found: dict[str, Any] = {
         "source": source(),
         "processor": machine()["processor"],
@@ -164,6 +165,21 @@ def row(
         if tasks is not None:
             found["tasks"] = models.zero_shot(folder, list(models.TASKS), limit, tasks, "auto")
     return found
+
+
+def switch_off(fields: dict[str, Any]) -> dict[str, Any]:
+    """Switch off what no option does, in this process, and return the fields of the recipe.
+
+    Args:
+        fields: may hold "weighted", whether the outputs of a layer have weights, and "projected", whether S is fitted
+            in the norm that knows what L repairs.
+    """
+    fields = dict(fields)
+    if not fields.pop("weighted", True):
+        ProbedLayer.output_weights = lambda layer: None  # type: ignore[method-assign]
+    if not fields.pop("projected", True):
+        METHODS["joint-grid"] = JointOnGrid(left=1)
+    return fields
 
 
 def compressed(
