@@ -228,8 +228,8 @@ TABLES: dict[str, tuple[Table, ...]] = {
             settings,
             note="<sub>The command is `hasslefree compress MODEL OUT --samples 64 --seqlen 512 --calibration FILE`, "
             "with C4 as the file, and the flags. The default `--samples 128 --seqlen 2048` takes longer. Minutes are "
-            "those of one CPU thread; a run that was interrupted has none. With entropy coding, another run went on at "
-            "the same time.</sub>",
+            "those of one CPU thread; a run that was interrupted has none. The entropy-coded rows (all but `--coding "
+            "fixed`) were measured on a slower processor, with AVX2 alone.</sub>",
         ),
     ),
     "durations": (
