@@ -26,6 +26,7 @@ QWEN = "Qwen2.5-Coder-0.5B"
 OURS = {
     "3.54bits, balanced, entropy-coded": "--size 3.54bits",
     "4.3bits, balanced, entropy-coded": "--size 4.3bits",
+    "4.6bits, balanced, entropy-coded": "--size 4.6bits",
     "5.2bits, balanced, entropy-coded": "default",
     "105MB, balanced, entropy-coded": "--size 105MB",
 }
