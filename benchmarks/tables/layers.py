@@ -119,7 +119,44 @@ OVER_3BASIL = (
     ("time", "{synthetic[time]:.2f}"),
 )
 
+
+def shrunk(content: Content) -> Iterable[Row]:
+    """A row for each number of tokens an input: trusted correlations beside shrunk ones, at each number of a draw."""
+    by_tokens: dict[int, dict[int, Row]] = {}
+    for row in content["rows"]:
+        by_tokens.setdefault(row["tokens_an_input"], {})[row["tokens_a_draw"]] = row
+    for tokens, rows in by_tokens.items():
+        names = {draw: f"{draw} tokens a draw" if draw > 1 else "1 token a draw" for draw in rows if draw}
+        yield {
+            "tokens": tokens,
+            "layers": rows[0]["layers"],
+            "error": {name: f"{rows[draw]['error']:.2f} ({rows[draw]['largest']:.2f})" for draw, name in names.items()},
+            "expected": {word: with_bounds(rows[draw]["expected"]) for draw, word in ((0, "trusted"), (4, "shrunk"))},
+        }
+
+
+def with_bounds(values: list[float]) -> str:
+    """A mean with the least and the largest value."""
+    center, least, largest = values
+    return f"{center:.2f} ({least:.2f} to {largest:.2f})"
+
+
 TABLES: dict[str, tuple[Table, ...]] = {
+    "shrinkage": (
+        Table(
+            "shrinkage",
+            "python benchmarks/shrinkage.py MODEL --calibration FILE --text FILE",
+            (
+                ("tokens for each input", "{tokens}"),
+                ("layers", "{layers}"),
+                ("*", "{error[*]}"),
+                ("expected error, trusted", "{expected[trusted]}"),
+                ("expected error, shrunk", "{expected[shrunk]}"),
+            ),
+            shrunk,
+            note="{model}, blocks {blocks}, entropy-coded with {bits} bits. On {where}.",
+        ),
+    ),
     "layers": (
         Table(
             "layers", "python benchmarks/layers.py curves", OVER_3BASIL, over_3basil, note="{protocol}", facts=protocol

@@ -69,7 +69,7 @@ def test_a_head_is_measured_where_products_are_not_in_its_dtype(dtype, tmp_path,
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_each_grid_loses(tied, tmp_path, monkeypatch):
     """Oracle: both divergences from whole passes in float64, per unit of the errors' norms, times the error of each
-    grid's sweep in H + αI, in H alone, or in I."""
+    grid's sweep in H + αI, in H alone, or in I, with their correlations shrunk."""
     monkeypatch.setattr("hasslefree.models.calibrate.PROBED", 40)  # two segments of 16
     monkeypatch.setattr("hasslefree.allocate.sensitivity.sample_labels", lambda logits, _: LABELS)
     model, tokens = build("llama", tie_word_embeddings=tied), segments(4, 16)
@@ -95,7 +95,7 @@ def test_what_each_grid_loses(tied, tmp_path, monkeypatch):
             prepared = method.prepare(in_norm)
             swept = approximation(method, weights[name], in_norm, prepared, plan.ends[name].kept, 0, 0).sparse
             left = (weights[name] - swept).double()
-            lost = torch.trace(left @ norm @ left.T).item()
+            lost = torch.trace(left @ in_norm.shrunk().matrix.double() @ left.T).item()
             choice_plan = dataclasses.replace(plan.ends[name], grid=each)
             assert choice.loss(choice_plan) == pytest.approx(lost, rel=0.02), (name, each)
 

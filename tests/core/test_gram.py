@@ -43,6 +43,20 @@ def test_damping_adds_a_share_of_the_mean_diagonal():
     assert torch.equal(h, before)
 
 
+def test_correlations_shrink_by_a_share():
+    """Oracle: the definition, entry by entry, and the trace with it."""
+    residual, h = oracles.problem(5, 8, dtype=torch.float64)
+    gram = Gram(h, 12)
+    assert 0 < gram.shrinkage < 1
+    expected = h.clone()
+    for row in range(8):
+        for column in range(8):
+            expected[row, column] *= 1 if row == column else 1 - gram.shrinkage
+    torch.testing.assert_close(gram.shrunk().matrix, expected)
+    assert gram.expected_loss(residual) == pytest.approx(oracles.loss(residual, expected), rel=1e-12)
+    assert torch.equal(Gram(h, 0).shrunk().matrix, h)
+
+
 def test_the_relative_error_of_nothing_is_zero():
     assert relative(0.0, 0.0) == 0.0
     assert relative(1.0, 0.0) == float("inf")

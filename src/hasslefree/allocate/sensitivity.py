@@ -85,7 +85,7 @@ def bits_and_error(
         prepared: what `probe_method` prepares for `gram`.
     """
     found = approximation(probe_method(grid), weight, gram, prepared, pattern, 0, 0)
-    error = gram.loss(weight - found.sparse)
+    error = gram.expected_loss(weight - found.sparse)
     if grid.rate is None or found.scaling is None:
         return grid.stored_bits, error
     words = len(encode(found.scaling.codes(found.sparse)))

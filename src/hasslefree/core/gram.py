@@ -1,10 +1,12 @@
 """The second moment of a layer's inputs, and the loss that it defines."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from hasslefree.core.shrinkage import shrinkage
 from hasslefree.errors import MomentError, NonFiniteError, ShapeError
 
 
@@ -115,6 +117,17 @@ class Gram:
         diagonal[diagonal == 0] = 1.0
         return Gram(matrix, self.tokens, self.mean)
 
+    @cached_property
+    def shrinkage(self) -> float:
+        """α of `shrunk`, by `core.shrinkage`; 0 for an H of no tokens."""
+        return shrinkage(self.matrix, self.tokens)
+
+    def shrunk(self) -> "Gram":
+        """(1 − α) H + α diag H: of few tokens, many correlations between inputs are chance."""
+        matrix = self.matrix * (1 - self.shrinkage)
+        matrix.diagonal().copy_(self.diagonal)
+        return Gram(matrix, self.tokens, self.mean)
+
     def scaled(self, scale: Tensor) -> "Gram":
         """D⁻¹HD⁻¹ for D = diag(scale), (in,), without a mean."""
         outer = torch.outer(scale, scale)
@@ -138,6 +151,15 @@ class Gram:
         """f = tr(R H Rᵀ), the mean squared output error per token, of a residual R, (out, in)."""
         product = residual @ self.matrix
         return max(torch.sum(product.mul_(residual), dtype=torch.float64).item(), 0.0)
+
+    def expected_loss(self, residual: Tensor) -> float:
+        """About f on other text, of a residual, (out, in), that was fitted with `shrunk`: f there.
+
+        On the tokens themselves, a fit to few of them has a loss that is far smaller.
+        """
+        squares = residual.square().sum(0, dtype=torch.float64)
+        on_diagonal = torch.dot(squares, self.diagonal.double()).item()
+        return (1 - self.shrinkage) * self.loss(residual) + self.shrinkage * on_diagonal
 
 
 def relative(loss: float, norm: float) -> float:

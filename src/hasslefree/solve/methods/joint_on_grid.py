@@ -51,7 +51,7 @@ class Prepared:
 
     Args:
         given: H without damping.
-        gram: H, damped.
+        gram: H, shrunk and damped.
         joint: the method that chooses the support.
     """
 
@@ -113,6 +113,8 @@ class JointOnGrid(Method):
     rows of L C, since L is the exact fit to W − S. The fit of L and the choice of the best turn use
     H.
 
+    The correlations between inputs are shrunk where tokens are few (`Gram.shrunk`).
+
     Args:
         rounds: the rounds of `Joint`.
         damping: λ over the mean of diag H.
@@ -135,7 +137,7 @@ class JointOnGrid(Method):
     rate_tolerance: Figure = 0.0
 
     def prepare(self, gram: Gram) -> Prepared:
-        return Prepared(gram, gram.damped(self.damping), self._joint())
+        return Prepared(gram, gram.shrunk().damped(self.damping), self._joint())
 
     def solve(
         self,
