@@ -13,9 +13,9 @@ holds at the same scale, and draws the figure in docs/results/figure1_NAME.png. 
 table2, table4 and figure1 with --rank 16 --samples 32 --max-tokens 16384: `embedded`, the demo model with --seqlen 256
 --limit 25 --texts held_out=.../demo/held_out.txt; `reference`, with --seqlen 256 --limit 25 --max-tokens 8192;
 `smollm2`, without tasks, with --seqlen 1024 --rounds 20. `qwen`, an off-grid Qwen2.5-Coder-0.5B-Instruct, has
---samples 32 --seqlen 1024 --max-tokens 16384, without tasks: table1 with --settings 2:4 --methods sparsegpt wanda
-dsnot; table2 with --like Llama-3.2-1B --settings '2:4 + rank 64' --methods oats joint-balanced, and --methods
-hassle-free with --rounds 20; and figure1 without "hassle-free, unscaled".
+--samples 32 --seqlen 1024 --max-tokens 16384, without tasks: table1 with --settings 2:4 --methods sparsegpt; table2
+with --like Llama-3.2-1B --settings '2:4 + rank 64' --methods oats joint-balanced, and --methods hassle-free with
+--rounds 20; and figure1 with --methods oats "hassle-free, gaussian start" hassle-free "hassle-free, exact step" joint.
 """
 
 from __future__ import annotations
@@ -281,25 +281,42 @@ def collected(args: argparse.Namespace) -> dict[str, Any]:
     return content
 
 
-def beside_earlier(content: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
-    """An earlier record with the rows and the methods of the figure that were measured since, in the place of its own.
+def earlier_record(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The record of this name; None if there is none.
 
     Raises:
-        RecipeError: it was measured at another scale.
+        RecipeError: it was measured at another scale. Each row has rounds of its own.
     """
-    for name in ("model", *(name for name in RECORDED if name != "rounds")):
-        if content[name] != earlier.get(name):
+    file = record_file(args.record)
+    if not file.exists():
+        return None
+    earlier: dict[str, Any] = read_json(file)
+    for name in RECORDED:
+        given = getattr(args, name)
+        if name != "rounds" and given != earlier.get(name):
             raise RecipeError(
-                f"the record has {name} {earlier.get(name)}, not {content[name]}; use another name with --record"
+                f"the record {args.record} has {name} {earlier.get(name)}, not {given}; use another name with --record"
             )
-    merged = earlier | {"machine": content["machine"]}
+    return earlier
+
+
+def record_file(name: str) -> Path:
+    return RESULTS / f"reproduction_{name}.json"
+
+
+def beside_earlier(content: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
+    """An earlier record with the rows, and the methods of the figure, that were measured since."""
+    tables = dict(earlier["tables"])
     for part, rows in content["tables"].items():
-        merged["tables"][part] = list({row_key(row): row for row in [*earlier["tables"].get(part, ()), *rows]}.values())
+        by_key = {row_key(row): row for row in [*tables.get(part, ()), *rows]}
+        tables[part] = list(by_key.values())
+    merged = earlier | {"machine": content["machine"], "tables": tables}
     if "figure1" in content:
-        errors = content["figure1"]["errors"]
-        if (kept := earlier.get("figure1")) and kept["block"] == content["figure1"]["block"]:
-            errors = kept["errors"] | errors
-        merged["figure1"] = content["figure1"] | {"errors": errors}
+        figure = content["figure1"]
+        before = earlier.get("figure1", {"block": None})
+        if before["block"] == figure["block"]:
+            figure = figure | {"errors": before["errors"] | figure["errors"]}
+        merged["figure1"] = figure
     return merged
 
 
@@ -308,13 +325,12 @@ def row_key(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row.get(name) for name in ("beside", "config", "method", "rounds"))
 
 
-def record(args: argparse.Namespace) -> None:
-    """Write what was measured to the results of the repository."""
-    file = RESULTS / f"reproduction_{args.record}.json"
+def record(args: argparse.Namespace, earlier: dict[str, Any] | None) -> None:
+    """Write what was measured to the results of the repository, beside an earlier record."""
     content = collected(args)
-    if file.exists():
-        content = beside_earlier(content, read_json(file))
-    write(file, content)
+    if earlier is not None:
+        content = beside_earlier(content, earlier)
+    write(record_file(args.record), content)
     if "figure1" in args.parts:
         save(pictures.layer_errors(content["figure1"]), ROOT / f"docs/results/figure1_{args.record}.png")
 
@@ -322,6 +338,7 @@ def record(args: argparse.Namespace) -> None:
 def main(words: Sequence[str] | None = None) -> None:
     args = parser().parse_args(words)
     try:
+        earlier = earlier_record(args) if args.record else None
         with phase_bars() as progress:
             for part in args.parts:
                 if part == "figure1":
@@ -329,7 +346,7 @@ def main(words: Sequence[str] | None = None) -> None:
                 else:
                     reproduce_table(int(part[-1]), args, progress)
         if args.record:
-            record(args)
+            record(args, earlier)
     except HasslefreeError as error:
         raise SystemExit(f"error: {with_flags(error.message)}") from None
 

@@ -70,6 +70,7 @@ def test_added_methods_are_measured_when_they_are_asked_for():
         recipe = Recipe(**shared | changes).resolve()
         for field in ("method", "allocate", "match_predictions"):
             assert getattr(resolved[name], field) == getattr(recipe, field), (name, field)
+    assert resolved["hassle-free-alps"].solver.pruner == hasslefree.ALPS()
 
 
 def test_owl_is_for_settings_with_a_ratio():
@@ -253,8 +254,15 @@ def test_a_record_keeps_what_was_measured_before():
         {"oats": {"q": 0.3}, "joint": {"q": 0.2}, "pcp": {"q": 0.5}},
     )
     assert beside_earlier(now, before) == wanted
-    with pytest.raises(RecipeError, match="the record has rank 8, not 4; use another name with --record"):
-        beside_earlier(now, measured(8, [], {}))
+
+
+def test_a_record_of_another_scale_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduction, "RESULTS", tmp_path)
+    monkeypatch.setattr(reproduction, "ROOT", tmp_path)
+    (tmp_path / "reproduction_name.json").write_text(json.dumps(measured(8, [], {})))
+    with pytest.raises(SystemExit, match="the record name has rank 8, not 4; use another name with --record"):
+        run("figure1", *QUICK, "--output", tmp_path / "out", "--record", "name")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
