@@ -132,7 +132,7 @@ MIXED: Rows = {
         *ENTROPY_CODED,
     )
 }
-# What each part of our quantising is worth, without training.
+# What each part of our quantising is worth, without training: rows for a file of their own (--output).
 COARSE: dict[str, Any] = {"method": "joint-grid", "bits": 3, "group_size": 64, "scale_bits": 16, "effort": "fast"}
 FINE = COARSE | {"group_size": 16, "scale_bits": 4}
 EMBEDDING_DENSE: dict[str, Any] = {"leave_dense": ("*embed_tokens*",), "effort": "fast"}
@@ -163,7 +163,9 @@ RIVALS: Rows = {
     "AutoRound, 200 iterations, 4 bits": Spec(AUTO_ROUND, "AutoRound"),
     "AutoRound, 200 iterations, extended, 4 bits": Spec(AUTO_ROUND | {"enable_alg_ext": True}, "AutoRound"),
 }
-ROWS: Rows = OURS | ENTROPY_CODED | MIXED | PARTS | RIVALS
+# Those that are measured unless others are named.
+USUAL: Rows = OURS | ENTROPY_CODED | MIXED | RIVALS
+ROWS: Rows = USUAL | PARTS
 
 
 def needs_llama(spec: Spec) -> bool:
@@ -294,8 +296,10 @@ def run(args: argparse.Namespace, record: Path, work: Path) -> None:
     with_llama = args.llama and args.converter
     llama_cpp = LlamaCpp(args.llama.resolve(), args.converter.resolve(), work) if with_llama else None
     programs = Programs(dict(args.programs), llama_cpp)
-    rows = ROWS if args.mixture else OURS | RIVALS
-    names = [name for name, spec in rows.items() if programs.given(spec)] if args.rows is None else args.rows
+    names = args.rows
+    if names is None:
+        names = [name for name, spec in USUAL.items() if programs.given(spec)]
+        names = [name for name in names if args.mixture or not USUAL[name].settings.get("mixed")]
     programs.check(names)
     models.check_mixture((ROWS[name].settings for name in names if name != "dense"), args.mixture)
 
