@@ -296,7 +296,7 @@ def grid_options(
 
 
 def _errors(layer: ProbedLayer, plan: LayerPlan, grids: Sequence[Grid]) -> dict[Grid, float]:
-    """tr(E H Eᵀ) of the error on each grid, estimated from some rows."""
+    """The expected loss of the error on each grid, estimated from some rows."""
     sample = layer.sample(ROWS)
     share = len(layer.weight) / len(sample.weight)
     kept = plan.kept

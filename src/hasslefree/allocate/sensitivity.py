@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from hasslefree.allocate.ends import EndProbe
 
 T = TypeVar("T")
-# The bits that the codes of a matrix take, a weight, and tr(E H Eᵀ) of its error E.
+# The bits that the codes of a matrix take, a weight, and the `expected_loss` of its error.
 BitsAndError = tuple[float, float]
 # Tokens of whose predictions labels are sampled at a time.
 TOKENS = 256

@@ -16,7 +16,8 @@ class Gram:
 
     Args:
         matrix: (in, in), symmetric positive semi-definite, float32 or float64.
-        tokens: the number of rows of X; 0 if there were none, and H = I stands for them.
+        tokens: the number of rows of X, by which correlations are trusted (`shrunk`); 0 if there
+            were none, and H = I stands for them.
         mean: (in,), the mean of the rows of X; None where it was not computed. Only DSNoT needs it.
 
     Example:
@@ -153,9 +154,8 @@ class Gram:
         return max(torch.sum(product.mul_(residual), dtype=torch.float64).item(), 0.0)
 
     def expected_loss(self, residual: Tensor) -> float:
-        """About f on other text, of a residual, (out, in), that was fitted with `shrunk`: f there.
-
-        On the tokens themselves, a fit to few of them has a loss that is far smaller.
+        """tr(R H′ Rᵀ) with H′ = `shrunk`: about the loss on other text of a residual R, (out, in),
+        that was fitted with H′. On the tokens of H, if they are few, the loss is far smaller.
         """
         squares = residual.square().sum(0, dtype=torch.float64)
         on_diagonal = torch.dot(squares, self.diagonal.double()).item()
