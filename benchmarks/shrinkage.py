@@ -15,6 +15,7 @@ mean, the least and the largest.
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ BITS = 4.0
 # Tokens for each input, and tokens that count as one draw.
 TOKENS_AN_INPUT = (1, 2, 4, 20)
 TOKENS_A_DRAW = (0, 1, 4, 16)
-# Each so manieth row stands for all.
+# Every fourth row stands for all.
 ROWS = 4
 
 
@@ -60,14 +61,14 @@ def measured(model: Any, blocks: list[int], calibration: Tensor, text: Tensor) -
     for block in (find_blocks(model).modules[index] for index in blocks):
         sites = find_sites(block)
         on_text = block_grams(model, block, sites, text)
-        known: dict[int, dict[str, Gram]] = {}
+        of_segments: dict[int, dict[str, Gram]] = {}
         for tokens in TOKENS_AN_INPUT:
             for name, site in sites.items():
                 weight = site.weight().detach()[::ROWS].contiguous()
-                needed = -(-tokens * weight.shape[1] // SEQLEN)
-                if needed not in known:
-                    known[needed] = block_grams(model, block, sites, calibration[:needed])
-                found = errors(weight, known[needed][name], on_text[name])
+                needed = math.ceil(tokens * weight.shape[1] / SEQLEN)
+                if needed not in of_segments:
+                    of_segments[needed] = block_grams(model, block, sites, calibration[:needed])
+                found = errors(weight, of_segments[needed][name], on_text[name])
                 for draw_tokens, (error, bias) in found.items():
                     ratios.setdefault((tokens, draw_tokens), []).append(error / found[0][0])
                     biases.setdefault((tokens, draw_tokens), []).append(bias)
@@ -103,6 +104,7 @@ def main() -> None:
         for file in (args.calibration, args.text)
     )
     content = {"machine": machine(), "model": Path(args.model).name, "blocks": args.blocks, "bits": BITS, "seed": 0}
+    content |= {"calibration": Path(args.calibration).name, "text": Path(args.text).name}
     content["rows"] = measured(model, args.blocks, calibration, text)
     write(args.output, content)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from harness.record import geometric_mean, mean
+from hasslefree.core.shrinkage import TOKENS_A_DRAW
 from tables.engine import Content, Row, Table, where
 
 # The order of the rows; JSON has that of the measurements. A method that is not named comes last.
@@ -122,16 +123,16 @@ OVER_3BASIL = (
 
 def shrunk(content: Content) -> Iterable[Row]:
     """A row for each number of tokens an input: trusted correlations beside shrunk ones, at each number of a draw."""
+    shown = {"trusted": 0, "shrunk": TOKENS_A_DRAW}
     by_tokens: dict[int, dict[int, Row]] = {}
     for row in content["rows"]:
         by_tokens.setdefault(row["tokens_an_input"], {})[row["tokens_a_draw"]] = row
     for tokens, rows in by_tokens.items():
-        names = {draw: f"{draw} tokens a draw" if draw > 1 else "1 token a draw" for draw in rows if draw}
+        names = {draw: f"error, tokens per draw: {draw}" for draw in rows if draw}
         yield {
             "tokens": tokens,
-            "layers": rows[0]["layers"],
             "error": {name: f"{rows[draw]['error']:.2f} ({rows[draw]['largest']:.2f})" for draw, name in names.items()},
-            "expected": {word: with_bounds(rows[draw]["expected"]) for draw, word in ((0, "trusted"), (4, "shrunk"))},
+            "expected": {word: with_bounds(rows[draw]["expected"]) for word, draw in shown.items()},
         }
 
 
@@ -148,13 +149,13 @@ TABLES: dict[str, tuple[Table, ...]] = {
             "python benchmarks/shrinkage.py MODEL --calibration FILE --text FILE",
             (
                 ("tokens for each input", "{tokens}"),
-                ("layers", "{layers}"),
                 ("*", "{error[*]}"),
-                ("expected error, trusted", "{expected[trusted]}"),
-                ("expected error, shrunk", "{expected[shrunk]}"),
+                ("expected / measured, not shrunk", "{expected[trusted]}"),
+                ("expected / measured, shrunk", "{expected[shrunk]}"),
             ),
             shrunk,
-            note="{model}, blocks {blocks}, entropy-coded with {bits} bits. On {where}.",
+            note="{model}, {rows[0][layers]} layers of blocks {blocks}, entropy-coded with {bits} bits; calibrated on "
+            "{calibration}, measured on {text}. On {where}.",
         ),
     ),
     "layers": (
