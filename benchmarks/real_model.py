@@ -26,8 +26,8 @@ given to prediction matching as more tokens, so that the CPU seconds of all rows
 rows of options that were deleted; they name the commit that measured them, and cannot be measured again.
 
 two-four: rows as above at 2:4 + rank 16, of the efforts, of what lies between them and of rivals, in a file of their
-own, and rows in the same bytes with another rank. One row fits layers without the weights of their outputs, as no
-option does.
+own, and rows in the same bytes with another rank. Some rows do what no option does: one fits layers without the weights
+of their outputs, others trust all correlations between inputs.
 
 frontier: rows as above, of patterns and ranks with `--effort fast`, in a file of their own. Quantised rows are those of
 benchmarks/four_bits.py, on a model whose weights lie on no grid.
@@ -63,6 +63,7 @@ from harness.record import RESULTS, ROOT, machine, resumed, write
 from hasslefree.allocate.sensitivity import ProbedLayer
 from hasslefree.checkpoint.record import read_record
 from hasslefree.checkpoint.resume import unfinished_folder
+from hasslefree.core import shrinkage
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_shapes
 from hasslefree.models.walk import Walk
@@ -93,6 +94,10 @@ CODED = {"pattern": "2:4", "rank": 30, "factor_bits": 8}
 TWO_FOUR: dict[str, dict[str, Any]] = {
     "fast": EFFORTS["fast"],
     **{f"{effort}, 8-bit factors": CODED | {"effort": effort} for effort in EFFORTS},
+    **{
+        f"{effort}, 8-bit factors, correlations trusted": CODED | {"effort": effort, "shrunk": False}
+        for effort in ("fast", "balanced")
+    },
     "fast, allocation, outputs not weighted": ALLOCATED | {"weighted": False},
     "fast, allocation": ALLOCATED,
     "balanced": EFFORTS["balanced"],
@@ -171,10 +176,12 @@ def switch_off(fields: dict[str, Any]) -> dict[str, Any]:
     """Switch off what no option does, in this process, and return the fields of the recipe.
 
     Args:
-        fields: may hold "weighted", whether the outputs of a layer have weights, and "projected", whether S is fitted
-            in the norm that knows what L repairs.
+        fields: may hold "weighted", whether the outputs of a layer have weights, "projected", whether S is fitted in
+            the norm that knows what L repairs, and "shrunk", whether correlations between inputs are.
     """
     fields = dict(fields)
+    if not fields.pop("shrunk", True):
+        shrinkage.TOKENS_A_DRAW = 0
     if not fields.pop("weighted", True):
         ProbedLayer.output_weights = lambda layer: None  # type: ignore[method-assign]
     if not fields.pop("projected", True):

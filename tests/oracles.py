@@ -7,6 +7,9 @@ import itertools
 import torch
 from torch import Tensor
 
+# Tokens of a Gram whose correlations are all trusted.
+MANY = 10**12
+
 
 def problem(out: int, width: int, tokens: int = 0, seed: int = 0, dtype: torch.dtype = torch.float32):
     """A weight (out, width) and the second moment of correlated inputs with a power-law spectrum and outliers."""

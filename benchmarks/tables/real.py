@@ -49,6 +49,7 @@ FLAGS = {
         for effort in ("fast", "balanced", "best")
     },
 }
+TRUSTED = ", correlations trusted"
 
 
 def at_two_four(content: Content) -> Iterable[Row]:
@@ -60,6 +61,14 @@ def at_two_four(content: Content) -> Iterable[Row]:
     rows += [row | {"minutes": None} for row in measured(published, names)]
     for row in sorted(rows, key=lambda row: row["gap"]):
         yield row | {"flags": FLAGS.get(row["name"], f"`--method {row['name']}`")}
+
+
+def on_few_tokens(content: Content) -> Iterable[Row]:
+    """Each effort, with correlations shrunk and with all of them trusted."""
+    for row in measured(content, [name for name in content["results"] if name != "dense"]):
+        name = row["name"].removesuffix(TRUSTED)
+        error = over_seeds(content["results"][row["name"]], "mean_relative_error")
+        yield row | {"flags": FLAGS[name], "shrunk": "yes" if name == row["name"] else "no", "error": error}
 
 
 def ablations(content: Content) -> Iterable[Row]:
@@ -191,6 +200,22 @@ TABLES: dict[str, tuple[Table, ...]] = {
             ),
             at_two_four,
             note=REAL_NOTE,
+        ),
+    ),
+    "two_four_few": (
+        Table(
+            "two_four_few",
+            f"python benchmarks/real_model.py two-four {MODEL} --samples 8 --output "
+            "benchmarks/results/two_four_few.json",
+            (
+                ("2:4", "{flags}"),
+                ("shrunk", "{shrunk}"),
+                ("relative error on the calibration text", "{error:.4f}"),
+                ("perplexity increase: *", "{by_text[*]:.0f} %"),
+            ),
+            on_few_tokens,
+            note="{model}, calibrated on {samples} × {seqlen} tokens of C4; perplexity in windows of {window} tokens, "
+            "{max_tokens} tokens per text; on {where}.",
         ),
     ),
     "ablations": (

@@ -17,6 +17,7 @@ from hasslefree.models.blocks import find_blocks
 from hasslefree.planning.plan import LayerPlan, make_plan, select
 from tests import oracles
 from tests.listeners import by_layer
+from tests.oracles import MANY
 from tests.tiny_models import build, segments, tensors_of
 
 BY_ERROR = [
@@ -117,12 +118,15 @@ def test_what_does_not_reach_the_output_of_the_block_counts_for_nothing(recipe, 
 
 @pytest.mark.parametrize("pattern", [SemiStructured(2, 4), Unstructured(200)])
 def test_what_a_step_would_undo(pattern):
-    """Oracle: shares of the squared singular values of R H^½, and of the scores that were removed, in float64."""
+    """Oracle: shares of the squared singular values of R H^½, the correlations of H shrunk, and of the scores that were
+    removed, in float64."""
     weight, h = (part.double() for part in oracles.problem(24, 32))
     plan = LayerPlan.of((24, 32), pattern, 2, torch.float32)
     sparse = weight * pattern.mask(weight.square())
-    options = budget_options(weight.float(), sparse.float(), Gram(h.float(), 1), plan)
-    values = torch.linalg.svdvals((weight - sparse) @ torch.linalg.cholesky(h)).square()
+    gram = Gram(h.float(), 50)
+    options = budget_options(weight.float(), sparse.float(), gram, plan)
+    shrunk = gram.shrunk().matrix.double()
+    values = torch.linalg.svdvals((weight - sparse) @ torch.linalg.cholesky(shrunk)).square()
     ranks = options.ladders["rank"]
     torch.testing.assert_close(ranks.gains, (values / values.sum())[1:4], rtol=1e-4, atol=1e-8)
     assert ranks.cost == 4 * (24 + 32)
@@ -144,7 +148,7 @@ def test_a_step_costs_what_it_adds_to_the_bytes():
     sparse = weight * SemiStructured(2, 4).mask(weight.square())
     for rank in (0, 1, 2, 5):
         plan = LayerPlan.of((24, 32), SemiStructured(2, 4), rank, torch.bfloat16, factor_bits=8)
-        options = budget_options(weight.bfloat16(), sparse, Gram(h, 1), plan)
+        options = budget_options(weight.bfloat16(), sparse, Gram(h, MANY), plan)
         assert options.plan({"rank": 0}).rank == {0: 0, 1: 1, 2: 1, 5: 2}[rank]
         steps = [options.plan({"rank": step}).size for step in range(len(options.ladders["rank"].gains) + 1)]
         assert [later - one for one, later in pairwise(steps)] == [24 + 32 + 2] * (len(steps) - 1)

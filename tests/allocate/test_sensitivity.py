@@ -25,6 +25,7 @@ from hasslefree.models.weights import Weights
 from hasslefree.planning.plan import make_plan, select
 from hasslefree.solve.decompose import approximation
 from hasslefree.solve.methods.joint import QUICK_PRUNING
+from tests.oracles import MANY
 from tests.tiny_models import build, logits, segments
 
 RECIPE = Recipe(rank=2, allocate="error").resolve(with_text=False)
@@ -123,7 +124,8 @@ def test_it_is_close_to_the_divergence_of_a_model_with_that_layer_pruned(family,
 def test_a_layer_is_pruned_nearly_as_well_as_by_the_whole_method(pattern):
     """Oracle: `joint` with all its rounds and the polish; pruning by magnitude is far behind both."""
     x = torch.randn(400, 24, generator=torch.Generator().manual_seed(0)) @ torch.randn(24, 96).tril(8)
-    weight, gram = torch.randn(64, 96), hasslefree.Gram.from_activations(x + 2 * torch.randn(400, 96))
+    weight, x = torch.randn(64, 96), x + 2 * torch.randn(400, 96)
+    gram = hasslefree.Gram(x.T @ x / len(x), MANY)
     n, m = map(int, pattern.split(":"))
     parsed = SemiStructured(n, m)
     found = approximation(QUICK_PRUNING, weight, gram, QUICK_PRUNING.prepare(gram), parsed, 0, 0).sparse

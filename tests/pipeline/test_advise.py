@@ -8,7 +8,7 @@ import torch
 
 import hasslefree
 from hasslefree import Gram, Grid, Recipe
-from hasslefree.allocate.allocation import LayerChoice
+from hasslefree.allocate.allocation import Inspection, LayerChoice
 from hasslefree.allocate.options import grid_options, joined
 from hasslefree.allocate.sensitivity import ProbedLayer, probe_method
 from hasslefree.core.patterns import SemiStructured, Unstructured
@@ -19,6 +19,7 @@ from hasslefree.pipeline.advise import advise
 from hasslefree.planning.plan import LayerPlan, digest, select, uniform_plans
 from hasslefree.recipe.resolve import DEFAULT_SIZE, with_defaults
 from hasslefree.units import Size
+from tests import oracles
 from tests.listeners import by_layer
 from tests.tiny_models import NUMBERS, build, segments, tensors_of
 
@@ -120,8 +121,8 @@ def probed(weight, x, gradients, grid):
 
 
 def test_what_bits_and_ranks_lose():
-    """Oracle: tr(R H Rᵀ) of the rounded weight less its singular values, by the divergence for it, in float64. What is
-    expected on other text is the trace with the correlations of H shrunk."""
+    """Oracle: in the H whose correlations are shrunk, the trace tr(R H Rᵀ) of the rounded weight less its singular
+    values, times the divergence on the probes over the trace with their own H; in float64."""
     x = torch.randn(200, 32) @ (torch.eye(32) + 0.2 * torch.randn(32, 32))
     weight, gradients = torch.randn(24, 32), torch.randn(200, 24)
     grid = Grid(4, 16, offset=True)
@@ -137,8 +138,8 @@ def test_what_bits_and_ranks_lose():
         errors[each] = float(torch.trace(change @ shrunk @ change.T))
     change = (weight - layer.changed(DENSE, grid)).double()
     by_output = (x.double() @ change.T) * gradients
-    squares = torch.linalg.svdvals(change @ torch.linalg.cholesky(gram.matrix.double())).square()
-    rate = float(by_output.square().sum(1).mean() / 2 / squares.sum())
+    squares = torch.linalg.svdvals(change @ torch.linalg.cholesky(shrunk)).square()
+    rate = float(by_output.square().sum(1).mean()) / 2 / oracles.loss(change, gram.matrix)
     assert sensitivity == pytest.approx(rate * errors[dataclasses.replace(grid, bits=2)], rel=1e-3)
     choice = joined({"layer": LayerChoice(options, sensitivity, "layer")})["layer"]
     options = choice.options
@@ -154,6 +155,22 @@ def test_what_bits_and_ranks_lose():
     assert [one - later for one, later in itertools.pairwise(losses)] == pytest.approx(ladder.gains.tolist())
     assert all(each.size <= each.dense_size for each in steps)
     assert (steps[0].grid.bits, steps[0].rank) == (2, 0)
+
+
+def test_what_a_pruned_layer_loses():
+    """Oracle: in float64, half the mean square of gᵀ ΔW x on the probes, times the trace in the H whose correlations
+    are shrunk over that in their own H."""
+    x = torch.randn(100, 32) @ (torch.eye(32) + 0.2 * torch.randn(32, 32))
+    weight, gradients = torch.randn(24, 32), torch.randn(100, 24)
+    layer, gram = probed(weight, x, gradients, None)
+    plan = LayerPlan.of((24, 32), SemiStructured(2, 4), 2, torch.bfloat16)
+    inspection = Inspection(Recipe(pattern="2:4", rank=2).resolve(with_text=False))
+    _, sensitivity = inspection(layer, plan)
+    change = (weight - layer.changed(plan.kept, None)).double()
+    on_probes = ((x.double() @ change.T) * gradients).sum(1).square().mean().item() / 2
+    chance = oracles.loss(change, gram.shrunk().matrix) / oracles.loss(change, gram.matrix)
+    assert chance > 1.1
+    assert sensitivity == pytest.approx(chance * on_probes, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from hasslefree.allocate.options import (
     budget_options,
     grid_options,
     joined,
+    reciprocal,
 )
 from hasslefree.allocate.sensitivity import ProbedLayer, sensitivities
 from hasslefree.distributed import World
@@ -83,7 +84,9 @@ class Inspection:
         if weights is not None:
             self.output_weights[layer.full] = weights.cpu()
         options = budget_options(layer.weight, sparse, layer.gram, plan)
-        return options, layer.divergence(sparse)
+        residual = layer.weight.to(sparse.dtype) - sparse
+        rate = layer.divergence(sparse) * reciprocal(layer.gram.loss(residual))
+        return options, rate * layer.gram.expected_loss(residual)
 
 
 def by_sensitivity(

@@ -86,8 +86,8 @@ def budget_options(
 ) -> BudgetOptions:
     """Find what more ranks and non-zeros would undo of a layer's sensitivity to pruning.
 
-    A rank undoes the share of its squared singular value of R H^½, R = W − S; an entry that of its
-    score of Wanda among the entries that are removed.
+    A rank undoes the share of its squared singular value of R H^½, R = W − S, with the correlations
+    of H shrunk; an entry that of its score of Wanda among the entries that are removed.
 
     Args:
         weight: W, (out, in).
@@ -97,7 +97,7 @@ def budget_options(
     """
     dense = weight.to(gram.matrix.dtype)
     first_rank, last_rank, bytes_per_rank = _rank_bounds(plan)
-    spectrum, total = rank_gains(dense - sparse.to(dense.dtype), gram, last_rank)
+    spectrum, total = rank_gains(dense - sparse.to(dense.dtype), gram.shrunk(), last_rank)
     shares = spectrum * reciprocal(total)
     ladders = {"rank": Ladder(shares[first_rank:], bytes_per_rank)}
     lost = 1 - spectrum[:first_rank].sum().item() * reciprocal(total)
@@ -278,8 +278,10 @@ def grid_options(
     if errors[whole] <= NO_ERROR * most:  # the weights lie on it, as those of a quantised model
         whole = grids[0]
     rounded = layer.changed(plan.kept, whole)
-    spectrum, error = rank_gains(layer.weight.to(rounded.dtype) - rounded, layer.gram, ranks[-1])
-    rate = layer.divergence(rounded, rows_independent=True) * reciprocal(error)
+    residual = layer.weight.to(rounded.dtype) - rounded
+    divergence = layer.divergence(rounded, rows_independent=True)
+    rate = divergence * reciprocal(layer.gram.loss(residual))
+    spectrum, error = rank_gains(residual, layer.gram.shrunk(), ranks[-1])
     shares = spectrum.cpu().double().cumsum(0) * reciprocal(error)
     undone = torch.cat([torch.zeros(1, dtype=torch.float64), shares])
     losses = {grid: (1 - undone) * error * reciprocal(most) for grid, error in errors.items()}

@@ -25,6 +25,7 @@ from hasslefree.solve.low_rank import LOW_RANK_SOLVERS
 from hasslefree.solve.methods import METHODS, build_method
 from hasslefree.solve.pruners import PRUNERS
 from tests import oracles
+from tests.oracles import MANY
 from tests.suited import suited
 
 PATTERNS = [SemiStructured(2, 4), SemiStructured(3, 8), Unstructured(80), Row(7), Structured(6)]
@@ -39,7 +40,7 @@ def groups_of(part):
 
 def gram_of(h):
     """A Gram with all that any method asks for."""
-    return Gram(h, 1, oracles.mean_of(h))
+    return Gram(h, MANY, oracles.mean_of(h))
 
 
 def short(name):

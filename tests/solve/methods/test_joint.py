@@ -13,12 +13,27 @@ from hasslefree.core.low_rank import LowRank
 from hasslefree.solve.methods import joint
 from hasslefree.solve.scaled import refit_scale
 from tests import oracles
+from tests.oracles import MANY
 
 PATTERNS = [SemiStructured(2, 4), SemiStructured(2, 8), Unstructured(80), Row(7), Structured(6)]
 
 
 def solve(weight, h, pattern="2:4", rank=4, seed=0, **changes):
-    return hasslefree.decompose(weight, Gram(h, 1), pattern, rank, method=Joint(**changes), seed=seed)
+    return hasslefree.decompose(weight, Gram(h, MANY), pattern, rank, method=Joint(**changes), seed=seed)
+
+
+def test_correlations_by_chance_are_not_trusted():
+    """Oracle: the loss in the H that the tokens were drawn from, which has none, next to that if all are trusted."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(24, 64, generator=generator)
+    sizes = torch.logspace(-1, 1, 64)
+    x = torch.randn(128, 64, generator=generator) * sizes
+    losses = []
+    for tokens in (len(x), MANY):
+        gram = Gram(x.T @ x / len(x), tokens)
+        found = hasslefree.decompose(weight, gram, "2:4", 4, method=Joint(rounds=20))
+        losses.append(oracles.loss(weight - found.product(), sizes.square().diag()))
+    assert losses[0] < 0.9 * losses[1]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
@@ -27,7 +42,7 @@ def test_the_rounds_are_the_admm_written_out(pattern, rank):
     """Oracle: Z, S, Y and L apart, each from its own linear system, in float64."""
     weight, h = oracles.problem(12, 16, dtype=torch.float64)
     method = Joint(rounds=30, sweeps=0)
-    problem = method.prepare(Gram(h, 1))
+    problem = method.prepare(Gram(h, MANY))
     start = LowRank.gaussian_start(weight, rank, 0).u
     basis = torch.linalg.qr(start).Q
 
@@ -68,7 +83,7 @@ def test_the_polish_never_raises_the_objective(pattern, rank, rounds, seed):
 def test_a_long_polish_ends_at_a_stationary_point(rank):
     """Oracles: the normal equations on the support, and the Eckart–Young bound for what S leaves."""
     weight, h = oracles.problem(12, 16, dtype=torch.float64)
-    damped = Gram(h, 1).damped(0.01).matrix
+    damped = Gram(h, MANY).damped(0.01).matrix
     found = solve(weight, h, rank=rank, sweeps=3000)
     low_rank = found.low_rank.product()
     best = oracles.on_support(weight - low_rank, damped, found.sparse != 0)
@@ -83,7 +98,7 @@ def test_the_history_begins_with_the_course_of_the_rounds(rounds, looks, rank):
     """Oracle: the damped loss in float64, at the end of the rounds; before, losses of a sample of the rows."""
     weight, h = oracles.problem(20, 16)
     found = solve(weight, h, rank=rank, rounds=rounds, sweeps=0)
-    damped = Gram(h, 1).damped(0.01).matrix
+    damped = Gram(h, MANY).damped(0.01).matrix
     expected = oracles.loss(weight - found.product(), damped) / oracles.loss(weight, damped)
     assert len(found.history) == looks + 1
     assert found.history[-1] == pytest.approx(expected, rel=1e-4)
@@ -103,7 +118,7 @@ def test_it_comes_close_to_the_best_of_all_supports():
             mask[0, [*left, *(4 + j for j in right)]] = True
             best = min(best, oracles.loss(weight - oracles.on_support(weight, h, mask), h))
         for name, method in methods.items():
-            found = hasslefree.decompose(weight, Gram(h, 1), "2:4", 0, method=method)
+            found = hasslefree.decompose(weight, Gram(h, MANY), "2:4", 0, method=method)
             loss = oracles.loss(weight - found.product(), h)
             assert loss >= best * (1 - 1e-9)
             excess[name] += math.log(loss / best) / 40
@@ -124,7 +139,7 @@ def test_the_scale_of_weight_and_gram_does_not_matter(pattern, scale, gram_scale
 def test_kernels_are_what_they_say_and_are_kept_while_there_is_room(monkeypatch):
     """Oracle: H(H + ρI)⁻¹ by a linear system in float64."""
     _, h = oracles.problem(1, 16, dtype=torch.float64)
-    problem = Joint().prepare(Gram(h, 1))
+    problem = Joint().prepare(Gram(h, MANY))
     expected = torch.linalg.solve(problem.gram.matrix + 0.3 * torch.eye(16, dtype=torch.float64), problem.gram.matrix)
     kept = problem.kernel(0.3)
     torch.testing.assert_close(kept, expected, rtol=1e-9, atol=1e-9)
@@ -134,7 +149,7 @@ def test_kernels_are_what_they_say_and_are_kept_while_there_is_room(monkeypatch)
     anew = problem.kernel(0.7)
     assert problem.kernel(0.7) is not anew
     assert torch.equal(problem.kernel(0.7), anew)
-    narrow = Joint(precision="bfloat16").prepare(Gram(h, 1))
+    narrow = Joint(precision="bfloat16").prepare(Gram(h, MANY))
     assert torch.equal(narrow.kernel(0.3), kept.bfloat16())
 
 
@@ -147,7 +162,7 @@ def test_the_scale_is_the_curvature_with_all_other_inputs_refitted():
         rest = [k for k in range(10) if k != j]
         explained = shifted[j, rest] @ torch.linalg.solve(shifted[rest][:, rest], shifted[rest, j])
         left.append(shifted[j, j] - explained)
-    torch.testing.assert_close(refit_scale(Gram(h, 1)) ** 2, torch.stack(left), rtol=1e-9, atol=0)
+    torch.testing.assert_close(refit_scale(Gram(h, MANY)) ** 2, torch.stack(left), rtol=1e-9, atol=0)
 
 
 @given(st.integers(1, 300), st.integers(0, 400))
@@ -211,12 +226,12 @@ def test_layers_with_one_input_can_share_what_was_prepared():
     weight, h = oracles.problem(12, 16)
     other = oracles.problem(20, 16, seed=5)[0]
     method = Joint(rounds=20)
-    problem = method.prepare(Gram(h, 1))
+    problem = method.prepare(Gram(h, MANY))
 
     def run(layer, prepared):
         return method.solve(layer, prepared, SemiStructured(2, 4), LowRank.gaussian_start(layer, 3, 0)).sparse
 
-    alone = run(weight, method.prepare(Gram(h, 1)))
+    alone = run(weight, method.prepare(Gram(h, MANY)))
     run(other, problem)
     assert torch.equal(run(weight, problem), alone)
 

@@ -12,9 +12,7 @@ from hasslefree.solve.methods import build_method
 from hasslefree.solve.methods.joint_on_grid import Prepared, fit_exactly
 from hasslefree.solve.pruners.sparsegpt import SparseGPT
 from tests import oracles
-
-# Tokens of a Gram whose correlations are all trusted.
-MANY = 10**12
+from tests.oracles import MANY
 
 
 def spared(residual, h, rank, left):

@@ -71,7 +71,8 @@ class Searched:
 class Joint(Method):
     """S and L together: each round of the ADMM minimises over the dense copy of S and L at once.
 
-    The minimum over the copy is exact for every L; L takes a step towards its own.
+    The minimum over the copy is exact for every L; L takes a step towards its own. The correlations
+    between inputs are shrunk where tokens are few (`Gram.shrunk`).
 
     Args:
         rounds: time against quality; each round costs one out × in × in product.
@@ -104,7 +105,7 @@ class Joint(Method):
     precision: Precision = "auto"
 
     def prepare(self, gram: Gram) -> ScaledProblem:
-        damped = gram.damped(self.damping)
+        damped = gram.shrunk().damped(self.damping)
         scale = refit_scale(damped)
         return ScaledProblem(scale, damped.scaled(scale), self.product_dtype(gram.matrix))
 

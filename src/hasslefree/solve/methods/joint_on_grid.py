@@ -181,15 +181,15 @@ class JointOnGrid(Method):
         norm: Norm,
         support: Tensor,
     ) -> Pruned:
-        """Put a target on the grid: a sweep, then descent, unless the grid is entropy-coded, where
-        descent would change how many bits the codes take.
+        """Put a target on the grid: a sweep, then the passes of descent, unless the grid is
+        entropy-coded, where descent would change how many bits the codes take.
 
         Args:
             target: (out, in), zero off the support.
             support: bool (out, in).
         """
         swept = self._sweep().prune(target, norm.for_sweep, KnownSupport(support))
-        if self.grid.rate is not None:
+        if self.grid.rate is not None or not self.passes:
             return swept
         return descend(target, swept, norm.matrix, support, self.passes)
 
