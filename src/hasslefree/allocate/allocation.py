@@ -13,7 +13,6 @@ from hasslefree.allocate.options import (
     budget_options,
     grid_options,
     joined,
-    reciprocal,
 )
 from hasslefree.allocate.sensitivity import ProbedLayer, sensitivities
 from hasslefree.distributed import World
@@ -85,8 +84,7 @@ class Inspection:
             self.output_weights[layer.full] = weights.cpu()
         options = budget_options(layer.weight, sparse, layer.gram, plan)
         residual = layer.weight.to(sparse.dtype) - sparse
-        rate = layer.divergence(sparse) * reciprocal(layer.gram.loss(residual))
-        return options, rate * layer.gram.expected_loss(residual)
+        return options, layer.rate(sparse) * layer.gram.expected_loss(residual)
 
 
 def by_sensitivity(

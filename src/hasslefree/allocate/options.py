@@ -279,8 +279,7 @@ def grid_options(
         whole = grids[0]
     rounded = layer.changed(plan.kept, whole)
     residual = layer.weight.to(rounded.dtype) - rounded
-    divergence = layer.divergence(rounded, rows_independent=True)
-    rate = divergence * reciprocal(layer.gram.loss(residual))
+    rate = layer.rate(rounded, rows_independent=True)
     spectrum, error = rank_gains(residual, layer.gram.shrunk(), ranks[-1])
     shares = spectrum.cpu().double().cumsum(0) * reciprocal(error)
     undone = torch.cat([torch.zeros(1, dtype=torch.float64), shares])

@@ -330,6 +330,17 @@ class ProbedLayer:
             )
         return divergence
 
+    def rate(self, changed: Tensor, rows_independent: bool = False) -> float:
+        """The divergence for each unit of loss on the probes; 0 where nothing is lost. Arguments as
+        for `divergence`.
+        """
+        # In every process, even where nothing is lost: they sum it together.
+        divergence = self.divergence(changed, rows_independent)
+        loss = self.gram.loss(self.weight.to(changed.dtype) - changed)
+        if loss == 0.0:
+            return 0.0
+        return divergence / loss
+
 
 # Looks at a layer that has a plan: a result, and its sensitivity.
 Inspect = Callable[[ProbedLayer, LayerPlan], tuple[T, float]]
