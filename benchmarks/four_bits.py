@@ -132,7 +132,8 @@ MIXED: Rows = {
         *ENTROPY_CODED,
     )
 }
-# What each part of our quantising is worth, without training: rows for a file of their own (--output).
+# What each part of our quantising is worth, without training unless a name says so: rows for a file of their own
+# (--output).
 COARSE: dict[str, Any] = {"method": "joint-grid", "bits": 3, "group_size": 64, "scale_bits": 16, "effort": "fast"}
 FINE = COARSE | {"group_size": 16, "scale_bits": 4}
 # Trained, by default on 18,432 tokens. Not checked: that would undo what makes code worse, and code has a column.

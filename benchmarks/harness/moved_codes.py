@@ -6,7 +6,7 @@ outputs of the compressed blocks before it, come close to those of the dense mod
 which AutoRound learns too, stay: they are scales, and the training that follows moves their units.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +75,7 @@ class Rounding:
 
     @torch.no_grad()
     def step(self, gradient: Tensor, size: float) -> None:
+        """Move the offsets by `size` against the signs of their gradient, within ±½."""
         self.offsets.sub_(size * gradient.sign()).clamp_(-BOUND, BOUND)
 
     @torch.no_grad()
@@ -86,72 +87,78 @@ class Rounding:
         return (codes != self.codes).float().mean().item()
 
 
-def outputs(roundings: list[Rounding], block: nn.Module, call: BlockCall, inputs: Tensor) -> Tensor:
-    """The outputs of a block with moved codes: (segments, tokens, width)."""
-    try:
-        for rounding in roundings:
-            rounding.layer.merged_weight = rounding.weight()
-        return call.run(block, inputs)
-    finally:
-        for rounding in roundings:
-            rounding.layer.merged_weight = None
-
-
-def error(found: Tensor, wanted: Tensor) -> Tensor:
-    """The mean over tokens of ‖found − wanted‖² / ‖wanted‖²: attention sinks, whose outputs are a hundred times as
-    large, count no more than other tokens.
-    """
-    squares = (found - wanted).square().sum(-1)
-    return (squares / wanted.square().sum(-1)).mean()
-
-
-def move_block(
-    block: nn.Module, call: BlockCall, weights: Mapping[str, Tensor], hidden: Activations, wanted: Activations,
-    iterations: int, generator: torch.Generator,
-) -> str:  # fmt: skip
-    """Learn how a block is rounded, and store the codes with which its error on the judging segments was least.
+@dataclass(frozen=True)
+class MovingBlock:
+    """A block whose codes move.
 
     Args:
-        weights: the dense ones of its layers, by name.
-        hidden, wanted: its inputs, and the dense model's outputs.
+        roundings: of its compressed layers.
+        hidden: its inputs.
+        wanted: the outputs of the dense block on the dense model's states.
     """
-    roundings = [Rounding.of(layer, weights[name]) for name, layer in compressed_layers(block).items()]
-    learnt_from = torch.tensor([index for index in range(len(hidden)) if index % JUDGES])
-    with computing(block, unpack=False):
-        before = judged(roundings, block, call, hidden, wanted)
+
+    block: nn.Module
+    call: BlockCall
+    roundings: list[Rounding]
+    hidden: Activations
+    wanted: Activations
+
+    def error(self, segments: Sequence[int]) -> Tensor:
+        """The mean over tokens of ‖found − wanted‖² / ‖wanted‖², a scalar: attention sinks, whose outputs are a hundred
+        times as large, count no more than other tokens.
+        """
+        inputs = torch.cat([self.hidden[segment] for segment in segments])
+        wanted = torch.cat([self.wanted[segment] for segment in segments])
+        try:
+            for rounding in self.roundings:
+                rounding.layer.merged_weight = rounding.weight()
+            found = self.call.run(self.block, inputs)
+        finally:
+            for rounding in self.roundings:
+                rounding.layer.merged_weight = None
+        squares = (found - wanted).square().sum(-1)
+        return (squares / wanted.square().sum(-1)).mean()
+
+    @torch.no_grad()
+    def judged(self) -> float:
+        """The mean error of the segments that are not learnt from."""
+        judges = range(0, len(self.hidden), JUDGES)
+        return sum(self.error([segment]).item() for segment in judges) / len(judges)
+
+    def step(self, segments: Sequence[int], size: float) -> None:
+        """Move all offsets by `size`, so that the error of some segments falls."""
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(self.error(segments), [each.offsets for each in self.roundings])
+        for rounding, gradient in zip(self.roundings, gradients, strict=True):
+            rounding.step(gradient, size)
+
+    def learn(self, iterations: int, generator: torch.Generator) -> str:
+        """Take steps that shrink to nothing, and store the codes with which the judged error was least.
+
+        Returns:
+            What that changed, in words.
+        """
+        segments = torch.tensor([segment for segment in range(len(self.hidden)) if segment % JUDGES])
+        before = self.judged()
         least = before
-        for iteration in range(1, iterations + 1):
-            chosen = learnt_from[torch.randperm(len(learnt_from), generator=generator)[:SEGMENTS]].tolist()
-            inputs = torch.cat([hidden[index] for index in chosen])
-            aims = torch.cat([wanted[index] for index in chosen])
-            with torch.enable_grad():
-                loss = error(outputs(roundings, block, call, inputs), aims)
-                gradients = torch.autograd.grad(loss, [rounding.offsets for rounding in roundings])
-            for rounding, gradient in zip(roundings, gradients, strict=True):
-                rounding.step(gradient, (1 - (iteration - 1) / iterations) / iterations)
-            if iteration % JUDGED and iteration < iterations:
+        best: list[Tensor] = []
+        for iteration in range(iterations):
+            chosen = torch.randperm(len(segments), generator=generator)[:SEGMENTS]
+            self.step(segments[chosen].tolist(), (1 - iteration / iterations) / iterations)
+            done = iteration + 1
+            if done % JUDGED and done < iterations:
                 continue
-            after = judged(roundings, block, call, hidden, wanted)
+            after = self.judged()
             if after < least:
                 least = after
-                best = [rounding.offsets.detach().clone() for rounding in roundings]
-    if least == before:
-        return f"{before:.3g}, not moved ({after:.3g})"
-    moved = []
-    for rounding, offsets in zip(roundings, best, strict=True):
-        rounding.offsets = offsets
-        moved.append(rounding.store())
-    return f"{before:.3g} to {least:.3g}, {sum(moved) / len(moved):.1%} of the codes moved"
-
-
-@torch.no_grad()
-def judged(
-    roundings: list[Rounding], block: nn.Module, call: BlockCall, hidden: Activations, wanted: Activations
-) -> float:
-    """The mean error of the segments that are not learnt from."""
-    judges = range(0, len(hidden), JUDGES)
-    found = [error(outputs(roundings, block, call, hidden[index]), wanted[index]).item() for index in judges]
-    return sum(found) / len(found)
+                best = [rounding.offsets.detach().clone() for rounding in self.roundings]
+        if not best:
+            return f"{before:.3g}, not moved ({after:.3g})"
+        moved = []
+        for rounding, offsets in zip(self.roundings, best, strict=True):
+            rounding.offsets = offsets
+            moved.append(rounding.store())
+        return f"{before:.3g} to {least:.3g}, {sum(moved) / len(moved):.1%} of the codes moved"
 
 
 def move_codes(walk: Walk, dense: Walk, segments: Tensor, iterations: int) -> Iterator[str]:
@@ -166,12 +173,14 @@ def move_codes(walk: Walk, dense: Walk, segments: Tensor, iterations: int) -> It
     generator = torch.Generator().manual_seed(0)
     blocks = zip(walk.blocks.modules, walk.calls, dense.visits(wanted), strict=True)
     for block, plain_call, original in blocks:
-        sites = original.sites(list(compressed_layers(block)))
-        weights = {name: site.weight() for name, site in sites.items()}
+        layers = compressed_layers(block)
+        sites = original.sites(list(layers))
+        roundings = [Rounding.of(layer, sites[name].weight()) for name, layer in layers.items()]
         run_block(original.block, original.call, wanted)
         original.has_run = True
         call = with_batching(block, plain_call, hidden)
-        changed = move_block(block, call, weights, hidden, wanted, iterations, generator)
+        with computing(block, unpack=False):
+            changed = MovingBlock(block, call, roundings, hidden, wanted).learn(iterations, generator)
         run_block(block, call, hidden)
         yield changed
 
