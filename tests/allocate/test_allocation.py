@@ -1,7 +1,6 @@
 """Budgets moved between the layers of a model."""
 
 import dataclasses
-import filecmp
 from itertools import pairwise
 
 import pytest
@@ -16,7 +15,6 @@ from hasslefree.errors import BudgetError, RecipeError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.planning.plan import LayerPlan, make_plan, select
 from tests import oracles
-from tests.listeners import by_layer
 from tests.oracles import MANY
 from tests.tiny_models import build, segments, tensors_of
 
@@ -159,22 +157,6 @@ def test_factors_in_eight_bits_where_the_ratio_leaves_no_rank_are_refused():
     assert {layer.rank for layer in uniform(Recipe(ratio=0.5)).values()} == {0}
     with pytest.raises(BudgetError, match="with rank 0 there are none; give a rank"):
         uniform(Recipe(ratio=0.5, factor_bits=8))
-
-
-def test_a_run_that_ended_early_goes_on_to_the_same_bytes(tmp_path):
-    def run(out, **options):
-        hasslefree.compress(build("llama"), tmp_path / out, BY_ERROR[0], segments=segments(), **options)
-
-    def stop(report, done, total):
-        if done == total:
-            raise KeyboardInterrupt
-
-    run("whole")
-    with pytest.raises(KeyboardInterrupt):
-        run("out", progress=by_layer(stop))
-    run("out", resume=True)
-    names = sorted(path.name for path in (tmp_path / "whole").iterdir())
-    assert filecmp.cmpfiles(tmp_path / "whole", tmp_path / "out", names, shallow=False)[0] == names
 
 
 @pytest.mark.parametrize(

@@ -218,12 +218,11 @@ def test_factors_in_eight_bits_go_from_process_to_process(tmp_path):
 @forked
 def test_what_several_began_they_go_on_with(tmp_path):
     """Oracle: two processes that nothing interrupted."""
-    recipe = Recipe(rank=2, method="eora")
-    assert run(2, tmp_path / "whole", recipe) == [0, 0]
-    codes = run(2, tmp_path / "out", recipe, stop_after=10)
+    assert run(2, tmp_path / "whole", ALLOCATED) == [0, 0]
+    codes = run(2, tmp_path / "out", ALLOCATED, stop_after=10)
     assert all(codes)
     assert (tmp_path / "out.unfinished" / "progress.json").exists()
-    assert run(2, tmp_path / "out", recipe) == [0, 0]
+    assert run(2, tmp_path / "out", ALLOCATED) == [0, 0]
     whole, out = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("whole", "out"))
     assert whole == out
 

@@ -15,9 +15,11 @@ from hasslefree.checkpoint.output import fsync_and_rename
 from hasslefree.checkpoint.record import HeldOutRecord, LayerRecord, PredictionRecord
 from hasslefree.errors import CheckpointError, OutputError, option
 from hasslefree.files import read_json
+from hasslefree.packed.spec import LayerSpec
 from hasslefree.validation import InvalidError, validated
 
 JOURNAL = "progress.json"
+OUTPUT_WEIGHTS = "output_weights.safetensors"
 # 1.4 KB for each matrix, of which models have up to 70,000. It was written on this machine.
 MOST_BYTES = 1 << 30
 PART = r"(model|fitted)-\d+-of-\d+\.safetensors"
@@ -39,6 +41,21 @@ class FinishedPart:
     layers: list[LayerRecord] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Dealt:
+    """A plan that is not uniform, and what was measured for it.
+
+    Args:
+        matrices: those of the ends, and of each block, by name.
+        sensitivities: as for `allocate.allocation.Allocation`.
+        sha256: of the file with its output weights; None without any.
+    """
+
+    matrices: list[dict[str, LayerSpec]]
+    sensitivities: dict[str, float] | None
+    sha256: str | None = None
+
+
 @dataclass
 class Progress:
     """The content of a journal.
@@ -46,12 +63,14 @@ class Progress:
     Args:
         parts: the first one holds what is outside the blocks, each of the others a block.
         identity: everything that the result depends on, as JSON.
+        dealt: the plan; None if it is uniform, or was not made.
         predictions: the record of prediction matching, once all blocks have the matched values.
         held_out, held_out_code: what was measured after it.
     """
 
     parts: list[FinishedPart]
     identity: dict[str, Any] | None = None
+    dealt: Dealt | None = None
     predictions: PredictionRecord | None = None
     held_out: HeldOutRecord | None = None
     held_out_code: HeldOutRecord | None = None
@@ -114,12 +133,13 @@ def read_progress(folder: Path) -> Progress:
 
 
 def intact_progress(folder: Path) -> Progress:
-    """The journal of an unfinished folder, up to the first part whose file is missing.
+    """The journal of an unfinished folder, up to the first part whose file is missing, and without
+    a plan whose file is missing.
 
     Raises:
         CheckpointError: a file is damaged.
     """
-    progress = read_progress(folder)
+    progress = with_whole_plan(read_progress(folder), folder)
     parts: list[FinishedPart] = []
     for part in progress.parts:
         file = folder / "model" / part.file
@@ -132,10 +152,31 @@ def intact_progress(folder: Path) -> Progress:
                 " finished, all blocks are"
             )
         parts.append(part)
+    if not parts:
+        return Progress([], progress.identity)
     # All blocks are trained together: if the file of one is missing, all are dropped.
     if progress.predictions is not None and len(parts) < len(progress.parts):
-        return Progress(parts[:1], progress.identity)
+        return Progress(parts[:1], progress.identity, progress.dealt)
     return dataclasses.replace(progress, parts=parts)
+
+
+def with_whole_plan(progress: Progress, folder: Path) -> Progress:
+    """The same progress; without its plan if the file of its output weights is missing.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    if progress.dealt is None or progress.dealt.sha256 is None:
+        return progress
+    file = folder / OUTPUT_WEIGHTS
+    if not file.is_file():
+        return dataclasses.replace(progress, dealt=None)
+    if sha256(file) != progress.dealt.sha256:
+        raise CheckpointError(
+            f"{file} is damaged (wrong SHA-256). Delete it and use {option('resume', True)}: bits"
+            " and ranks are chosen again"
+        )
+    return progress
 
 
 def as_json(content: dict[str, Any]) -> dict[str, Any]:

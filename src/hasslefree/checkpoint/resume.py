@@ -6,7 +6,7 @@ import concurrent.futures
 import dataclasses
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -19,7 +19,9 @@ from torch import Tensor
 from hasslefree.checkpoint.entries import Entry
 from hasslefree.checkpoint.journal import (
     JOURNAL,
+    OUTPUT_WEIGHTS,
     PART,
+    Dealt,
     FinishedPart,
     Progress,
     intact_progress,
@@ -40,7 +42,16 @@ from hasslefree.errors import OutputError, option
 from hasslefree.files import INDEX, read_header, run_in_background, write_json
 
 BEFORE = "before"
-OWN = ("model", "scratch", BEFORE, f".{JOURNAL}", JOURNAL, "lock")
+OWN = (
+    "model",
+    "scratch",
+    BEFORE,
+    "lock",
+    JOURNAL,
+    f".{JOURNAL}",
+    OUTPUT_WEIGHTS,
+    f".{OUTPUT_WEIGHTS}",
+)
 
 
 class Unfinished:
@@ -96,13 +107,23 @@ class Unfinished:
             self.progress.parts.append(dataclasses.replace(part, sha256=written))
             self.progress.write(self.folder)
 
-    def _save(self, file: str, tensors: dict[str, Tensor]) -> str:
+    def _save(self, file: str, tensors: Mapping[str, Tensor]) -> str:
         """Write a file of the model, and return the SHA-256 of its bytes."""
-        temporary = self.model / f".{file}"
-        contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-        save_file(contiguous, temporary, metadata={"format": "pt"})
-        fsync_and_rename(temporary, self.model / file)
-        return sha256(self.model / file)
+        return save(self.model / file, tensors)
+
+    def keep_plan(self, dealt: Dealt, output_weights: Mapping[str, Tensor]) -> None:
+        """Keep a plan and its output weights; the journal lists them from the next part on."""
+        if output_weights:
+            with resumable(self.folder):
+                written = save(self.folder / OUTPUT_WEIGHTS, output_weights)
+            dealt = dataclasses.replace(dealt, sha256=written)
+        self.progress.dealt = dealt
+
+    def output_weights(self) -> dict[str, Tensor]:
+        """The output weights of the plan that is kept."""
+        if self.progress.dealt is None or self.progress.dealt.sha256 is None:
+            return {}
+        return read_tensors(self.folder / OUTPUT_WEIGHTS)
 
     def rewrite(
         self, files: Iterable[tuple[str, dict[str, Tensor]]], predictions: PredictionRecord
@@ -126,8 +147,7 @@ class Unfinished:
 
     def read(self, part: FinishedPart) -> dict[str, Tensor]:
         """The tensors of a part, on the CPU."""
-        stored = read_header(self.model / part.file)
-        return {name: tensor.read() for name, tensor in stored.items()}
+        return read_tensors(self.model / part.file)
 
     def finish(self, fill: Callable[[Path], None]) -> None:
         """Replace OUT by the folder. fill: writes the files that are still missing."""
@@ -157,6 +177,20 @@ class Unfinished:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         if not self.progress.parts:
             (self.folder / JOURNAL).unlink(missing_ok=True)
+
+
+def save(file: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write a file that is never incomplete, and return the SHA-256 of its bytes."""
+    temporary = file.with_name(f".{file.name}")
+    contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, temporary, metadata={"format": "pt"})
+    fsync_and_rename(temporary, file)
+    return sha256(file)
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file, on the CPU."""
+    return {name: tensor.read() for name, tensor in read_header(file).items()}
 
 
 def unfinished_folder(out: Path) -> Path:

@@ -7,7 +7,7 @@ A score (out, in) is the loss that removing an entry costs, and `Structured` add
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -45,6 +45,10 @@ class Pattern(ABC):
     @abstractmethod
     def mask(self, score: Tensor) -> Tensor:
         """The entries to keep, bool (out, in), of the largest scores (out, in)."""
+
+    def with_kept(self, shape: Sequence[int], kept: int) -> "Pattern":
+        """The pattern of this kind that keeps so many entries of a weight (out, in)."""
+        return self
 
     @abstractmethod
     def restricted(self, inputs: slice, width: int) -> "Pattern":
@@ -117,6 +121,9 @@ class Counted(Pattern):
     def kept(self, shape: Sequence[int]) -> int:
         return shape[0] * self.count
 
+    def with_kept(self, shape: Sequence[int], kept: int) -> "Counted":
+        return replace(self, count=kept // shape[0])
+
     def restricted(self, inputs: slice, width: int) -> "Counted":
         """Consecutive parts add up to the count exactly. They have no unit."""
         return type(self)(self.count * inputs.stop // width - self.count * inputs.start // width)
@@ -134,6 +141,9 @@ class Unstructured(Counted):
 
     def kept(self, shape: Sequence[int]) -> int:
         return self.count
+
+    def with_kept(self, shape: Sequence[int], kept: int) -> "Unstructured":
+        return Unstructured(kept)
 
     def mask(self, score: Tensor) -> Tensor:
         return largest(score.flatten(), self.count).reshape(score.shape)

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hasslefree.allocate.allocation import Allocation, Choices, by_sensitivity
-from hasslefree.allocate.owl import by_outliers
 from hasslefree.bar import with_bar
 from hasslefree.checkpoint.entries import checksum
 from hasslefree.checkpoint.output import FILES, check_output
@@ -25,6 +23,7 @@ from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import other_modalities
 from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.models.weights import Weights
+from hasslefree.pipeline.allocation import allocate
 from hasslefree.pipeline.block import compress_blocks
 from hasslefree.pipeline.held_out import Check
 from hasslefree.pipeline.inputs import check_segments, open_model, target_of
@@ -44,9 +43,11 @@ from hasslefree.planning.plan import (
 )
 from hasslefree.planning.setup import Setup
 from hasslefree.progress import (
+    ALLOCATION,
     CHECK,
     LOADING,
     PREDICTIONS,
+    PROBES,
     REFERENCE,
     WRITING,
     Listener,
@@ -258,7 +259,7 @@ def run(job: Job, digests: dict[str, str]) -> Record:
     if job.world.writes:
         work.progress.check_identity(identity)
     reference, check = run_dense_model(job)
-    allocation = job.world.broadcast(allocate(job))
+    allocation = allocate(job)
     if job.world.writes:
         work.progress.record_identity(identity | {"plan": digest(allocation.plan)})
     with writing_files(job) as writing:
@@ -277,11 +278,12 @@ def run(job: Job, digests: dict[str, str]) -> Record:
 
 def phases_to_skip(job: Job) -> tuple[str, ...]:
     """The phases that have an expected time, and that this run does not have."""
+    dealt = () if job.work.progress.dealt is None else (PROBES, ALLOCATION)
     if job.work.progress.predictions is not None:
-        return (REFERENCE, PREDICTIONS, CHECK)
+        return (*dealt, REFERENCE, PREDICTIONS, CHECK)
     if job.texts is None:
-        return (CHECK,)
-    return ()
+        return (*dealt, CHECK)
+    return dealt
 
 
 def run_dense_model(job: Job) -> tuple[Reference | None, Check | None]:
@@ -302,19 +304,6 @@ def run_dense_model(job: Job) -> tuple[Reference | None, Check | None]:
         return None, check
     local = job.world.share(text).to(job.device)
     return reference_of(job.walk, local, len(text), job.resolved.match_predictions), check
-
-
-def allocate(job: Job) -> Allocation:
-    """Plan the layers as the recipe's `allocate` asks for."""
-    resolved = job.resolved
-    plan = job.planned.plan
-    if resolved.allocate == "uniform":
-        return Allocation(plan)
-    segments = job.local_segments
-    if resolved.allocate == "owl":
-        return by_outliers(job.walk, plan, resolved, segments, job.world)
-    allocation = by_sensitivity(job.walk, plan, resolved, job.planned.room, segments, job.world)
-    return dataclasses.replace(allocation, choices=Choices())  # other processes need none
 
 
 def identity_of(job: Job, description: Record, digests: dict[str, str]) -> dict[str, Any]:

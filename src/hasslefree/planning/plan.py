@@ -73,6 +73,17 @@ class LayerPlan(LayerSpec):
         return cls(str(kept), shape, rank, nonzeros, grid, factor_bits, kept=kept, dtype=dtype)
 
     @property
+    def spec(self) -> LayerSpec:
+        """The same without what plans alone have."""
+        fields = dataclasses.fields(LayerSpec)
+        return LayerSpec(**{field.name: getattr(self, field.name) for field in fields})
+
+    def like(self, spec: LayerSpec) -> "LayerPlan":
+        """The plan of the same weight with the numbers of a spec."""
+        kept = self.kept.with_kept(self.shape, spec.nonzeros)
+        return LayerPlan.of(self.shape, kept, spec.rank, self.dtype, spec.grid, spec.factor_bits)
+
+    @property
     def size(self) -> int:
         """The largest bytes of its weight in the file: zeros among the kept entries are not
         stored.
