@@ -86,6 +86,7 @@ def test_what_is_beside_the_standard_library_is_no_part_of_it(tmp_path, monkeypa
     for name in (*kept, "a.txt", "site-packages/f.py", "b/test/g.py", "b/d/tests/h/i.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
+    (tmp_path / "sitecustomize.py").symlink_to(tmp_path / "not installed.py")
     monkeypatch.setattr("hasslefree.texts.python.sysconfig.get_path", lambda name: str(tmp_path))
     monkeypatch.setattr("hasslefree.texts.python.PARTS", 1)
     assert set(library_documents(held_out=True)) == kept

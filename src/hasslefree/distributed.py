@@ -121,6 +121,9 @@ def process_group(device: torch.device) -> Iterator[World]:
         dist.init_process_group("gloo", timeout=PATIENCE)
     try:
         yield World(dist.get_rank(), dist.get_world_size())
+        # One process writes the last files. A group that the others began meanwhile would fail.
+        with lost_peers():
+            dist.barrier()
     finally:
         dist.destroy_process_group()
 

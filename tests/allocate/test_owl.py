@@ -5,9 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import hasslefree
+from hasslefree import Recipe
 from hasslefree.allocate.owl import outlier_share, owl_ratios
 from hasslefree.errors import BudgetError
 from tests import oracles
+from tests.tiny_models import build, segments
 
 
 @settings(max_examples=30)
@@ -53,3 +56,14 @@ def test_what_cannot_be_saved_is_an_error(ratio, shares):
 def test_a_block_without_layers_is_an_error():
     with pytest.raises(BudgetError, match="at least one layer"):
         outlier_share([])
+
+
+def test_a_block_that_stays_dense_is_left_out(tmp_path):
+    """Oracle: the sparsity asked for, of the only other block."""
+    recipe = Recipe(
+        pattern="row", sparsity=0.5, rank=0, method="wanda", allocate="owl", leave_dense=("model.layers.0.*",)
+    )
+    record = hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments())
+    assert {layer.name.split(".")[2] for layer in record.layers} == {"1"}
+    for layer in record.layers:
+        assert layer.spec.nonzeros == layer.spec.dense_parameters // 2

@@ -1,5 +1,7 @@
 """The definitions of the zero-shot tasks, and what is said about data that they cannot use."""
 
+import json
+
 import pytest
 
 from hasslefree.errors import TaskError, UnknownNameError
@@ -85,3 +87,12 @@ def test_names_and_a_harness_that_is_missing(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(TaskError, match=r'not installed: pip install "hasslefree\[eval\]"'):
         check_harness()
+
+
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+def test_a_line_ends_at_a_line_feed_alone(ends, tmp_path):
+    """JSON allows other separators of lines within a string."""
+    rows = [row | {"goal": "one\u2028two\u0085three"} for row in ROWS["piqa"]]
+    text = ends.join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (tmp_path / "piqa.jsonl").write_text(text, encoding="utf-8", newline="")
+    check_tasks(["piqa"], tmp_path)

@@ -1,6 +1,7 @@
 """GGUF files without a template. Oracle: the export with one; the converter is a stand-in that copies it, or fails."""
 
 import os
+import shutil
 import sys
 
 import pytest
@@ -51,6 +52,14 @@ def test_the_converter_on_the_path_writes_the_template(work, tmp_path, monkeypat
         assert (tmp_path / name).read_bytes() == (work / "out" / theirs).read_bytes()
     assert (tmp_path / "tiny.Modelfile").read_text() == "FROM ./tiny.gguf\nADAPTER ./tiny-adapter.gguf\n"
     assert (work / "out" / "Modelfile").read_text() == "FROM ./model.gguf\nADAPTER ./adapter.gguf\n"
+
+
+def test_a_folder_without_a_record_is_exported(work, tmp_path):
+    """As a model that was saved again by transformers."""
+    shutil.copytree(work / "packed", tmp_path / "packed")
+    (tmp_path / "packed" / "compression.json").unlink()
+    hasslefree.export(tmp_path / "packed", tmp_path / "out", "gguf", template=work / "template.gguf")
+    assert (tmp_path / "out" / "model.gguf").read_bytes() == (work / "out" / "model.gguf").read_bytes()
 
 
 def test_files_are_replaced_if_asked_and_only_those_of_an_export(work, tmp_path):

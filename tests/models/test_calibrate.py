@@ -2,13 +2,15 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import nn
 from transformers.models.llama import modeling_llama
 
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.distributed import ALONE
 from hasslefree.models.activations import Activations
-from hasslefree.models.calibrate import PANEL, MomentSums, with_batching
+from hasslefree.models.calibrate import PANEL, MomentSums, gather, with_batching
+from hasslefree.models.calls import BlockCall
 from tests import oracles
 from tests.tiny_models import build, gram_of, segments
 
@@ -73,3 +75,32 @@ def test_a_layer_that_is_called_twice_is_fitted_to_the_inputs_of_both_calls(sequ
     residual = (weight - layer.unpacked() - layer.low_rank_u @ layer.low_rank_v).detach()
     expected = oracles.loss(residual, gram) / oracles.loss(weight.detach(), gram)
     assert record.relative_error == pytest.approx(expected, rel=1e-3)
+
+
+class Routed(nn.Module):
+    """Three experts, each of which is called if the first entry of a token is its number."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = x[..., 0] == number
+            if rows.any():
+                out[rows] = expert(x[rows])
+        return out
+
+
+@pytest.mark.parametrize("routes", [[(0, 1, 2), (0, 0, 1), (0, 1, 2), (1, 0, 1), (2, 2, 1)], [(0, 1, 1), (0, 1, 2)]])
+def test_segments_that_do_not_reach_an_expert_hide_none_of_its_tokens(routes, tmp_path):
+    """Oracle: the number of tokens of each expert. Without any, H = I of no tokens."""
+    numbers = torch.tensor(routes)
+    hidden = Activations((*numbers.shape, 4), torch.float32, torch.device("cpu"), "device", tmp_path)
+    x = torch.randn(*numbers.shape, 4)
+    x[..., 0] = numbers
+    hidden[:] = x
+    groups = [[f"experts.{number}"] for number in range(3)]
+    grams = gather(Routed(), "", BlockCall({}), hidden, groups, ALONE)
+    assert [gram.tokens for gram in grams] == [int((numbers == number).sum()) for number in range(3)]

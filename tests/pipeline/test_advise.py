@@ -194,6 +194,17 @@ def test_errors_on_grids_are_estimated_from_some_rows(kept, pattern):
     assert losses[6] / losses[2] == pytest.approx(all_rows[1] / all_rows[0], rel=0.15)
 
 
+def test_a_matrix_with_one_output_has_a_plan():
+    """Its inputs have a scale each, with which it is larger than the dense one."""
+    resolved = Recipe(size="4bits", effort="fast").resolve(with_text=False)
+    least = resolved.grids[0]
+    layer, _ = probed(torch.randn(1, 64), torch.randn(200, 64), torch.randn(200, 1), least)
+    plan = LayerPlan.of((1, 64), DENSE, 0, torch.bfloat16, least)
+    assert plan.size > plan.dense_size
+    options, _ = grid_options(layer, plan, resolved)
+    assert options.plans == [plan]
+
+
 def test_a_layer_on_a_grid_gets_the_bits_of_that_grid():
     """Its weight lies on four bits, which lose nothing; on three, it loses something."""
     grid = Grid(4, 16, offset=True)

@@ -240,6 +240,29 @@ def test_each_process_reads_and_one_writes_beside_the_work(tmp_path):
     assert all(torch.equal(disk[name], tensor) for name, tensor in memory.items())
 
 
+def two_groups(rank, port):
+    """One process of two that form a group twice; the first writes something at the end of each."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for turn in range(2):
+        with process_group(torch.device("cpu")) as world:
+            assert world.broadcast(turn) == turn
+            time.sleep(1 - rank)
+
+
+@forked
+def test_a_second_compression_begins_once_the_first_has_written_its_files():
+    context, port = multiprocessing.get_context("fork"), free_port()
+    started = [context.Process(target=two_groups, args=(rank, port)) for rank in range(2)]
+    for each in started:
+        each.start()
+    for each in started:
+        each.join(60)
+    codes = [each.exitcode for each in started]
+    for each in started:
+        each.kill()
+    assert codes == [0, 0]
+
+
 def test_more_processes_than_segments():
     with pytest.raises(CalibrationError, match="5 processes need at least 5 calibration segments, and there are 4"):
         check_segments(build("llama"), segments(4), World(0, 5))

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -264,6 +265,30 @@ def test_a_training_with_a_deadline_reads_the_text_until_then(two_held_out, monk
     assert len(record["history"]) == settings.validations
     assert rates[1:] == pytest.approx([settings.rate(step, 20) for step in range(1, 19)])
     assert rates[-1] < 0.01 < max(rates)
+
+
+def test_processes_with_clocks_of_their_own_end_together(two_held_out, monkeypatch):
+    """Oracle: the steps of the process that owns the clock."""
+    walk, reference, *_ = prepared("llama")
+    now, sent = [100.0], []
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def batches(broadcast, deadline):
+        world = SimpleNamespace(broadcast=broadcast)
+        found = []
+        for batch in Trainer(walk, reference, Training(batch=32), world=world, deadline=deadline).batches():
+            found.append(batch)
+            now[0] += 1
+        return found
+
+    def owner(value):
+        sent.append(value)
+        return value
+
+    first = batches(owner, 110.0)
+    received = iter(sent)
+    assert batches(lambda value: next(received), 120.125) == first
+    assert first[-1].done == first[-1].length == 10
 
 
 def test_a_training_whose_deadline_has_passed_leaves_a_model_no_worse(two_held_out):

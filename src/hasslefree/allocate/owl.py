@@ -39,17 +39,17 @@ def by_outliers(
         segments: those of this process, (samples, tokens).
     """
     hidden = walk.entering(segments)
-    shares: list[float] = []
+    shares: dict[int, float] = {}
     sizes: list[int] = []
     for visit in walk.phases.counted(ALLOCATION, walk.visits(hidden), len(plan.blocks), "blocks"):
         plans = plan.blocks[visit.index]
-        shares.append(block_outliers(visit, plans, hidden, world))
-        sizes.append(sum(layer.dense_parameters for layer in plans.values()))
-    changes = owl_changes(resolved.budget, shares, sizes)
-    allocated: list[dict[str, LayerPlan]] = []
-    for index, change in enumerate(changes):
+        if plans:  # other blocks stay dense
+            shares[visit.index] = block_outliers(visit, plans, hidden, world)
+            sizes.append(sum(layer.dense_parameters for layer in plans.values()))
+    changes = owl_changes(resolved.budget, list(shares.values()), sizes)
+    allocated: list[dict[str, LayerPlan]] = [{} for _ in plan.blocks]
+    for index, change in zip(shares, changes, strict=True):
         changed = dataclasses.replace(resolved, budget=change)
-        allocated.append({})
         for name, layer in plan.blocks[index].items():
             matrix = Matrix(name, layer.shape, layer.dtype)
             allocated[index][name] = plan_layer(walk.blocks, index, matrix, changed)

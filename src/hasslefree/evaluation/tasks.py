@@ -89,7 +89,7 @@ def changes_of_rows(name: str, folder: Path) -> dict[str, Any]:
     """
     file = folder / f"{name}.jsonl"
     try:
-        lines = read_small(file, MAX_FILE_BYTES).removeprefix("\ufeff").splitlines()
+        lines = read_small(file, MAX_FILE_BYTES).removeprefix("\ufeff").split("\n")
         first = json.loads(next(line for line in lines if line.strip()))
     except StopIteration:
         raise TaskError(f"{file} is empty; it needs one row per line") from None

@@ -130,8 +130,11 @@ def find_places(
             raise template.error(f"is of another model: {place.name} has other values than {name}")
     # The names of a block begin alike: model.layers.0. here, and blk.0. there.
     blocks = {begin(name): begin(place.name) for name, place in places.items() if begin(name)}
-    record = read_record(Path(str(model.name_or_path)))
-    trained = record.predictions is not None  # vectors of blocks too
+    folder = Path(str(model.name_or_path))
+    # Without a record, as after `save_pretrained`, vectors of blocks may have been trained.
+    trained = True
+    if (folder / "compression.json").is_file():
+        trained = read_record(folder).predictions is not None
     changed: dict[str, Tensor] = {}
     for name, tensor in plain.items():
         owner = places.get(f"{name.removesuffix('bias')}weight")

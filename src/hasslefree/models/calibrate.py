@@ -206,17 +206,18 @@ def gather(
 ) -> list[Gram]:
     """Compute the Gram of each group's input, over the segments of all processes.
 
-    The first batch runs through the whole block, which shows how often the block calls each layer;
-    the others end at the last call of a group.
+    The first batch that reaches all layers shows how often the block calls them; those after it
+    end at the last call. An expert without tokens is not called.
     """
     collector = Collector([group[0] for group in groups], hidden.states.shape[1])
     watching = hooks(collector.watch(block))
     with watching, computing(block), torch.no_grad():
         for batch in hidden.batches(BATCH if call.batched else 0):
-            collector.calls = 0
+            collector.called.clear()
             with suppress(Stop):
                 call.run(block, hidden[batch])
-            collector.calls_per_pass = collector.calls
+            if set(collector.called) == collector.sums.keys():
+                collector.calls_per_pass = len(collector.called)
     grams = []
     for name, sums in collector.sums.items():
         grams.append(checked(sums.gram(world), f"{prefix}.{name}"))
@@ -233,7 +234,7 @@ class Collector:
 
     def __init__(self, names: Iterable[str], seqlen: int):
         self.sums = {name: MomentSums(seqlen) for name in names}
-        self.calls = 0
+        self.called: list[str] = []
         # Number of calls after which a pass is stopped.
         self.calls_per_pass: int | None = None
 
@@ -247,8 +248,8 @@ class Collector:
         rows = as_multiplied(x.reshape(-1, x.shape[-1]))
         with solving(x.device):
             self.sums[name].take(rows)
-        self.calls += 1
-        if self.calls == self.calls_per_pass:
+        self.called.append(name)
+        if len(self.called) == self.calls_per_pass:
             raise Stop
 
 

@@ -136,12 +136,12 @@ def check_time(job: Job, needed: float) -> None:
     deadline = job.deadline
     if deadline is None:
         return
-    began = job.walk.phases.began
-    end = job.world.broadcast(time.perf_counter() + needed)  # by the clock of one process
-    if end >= deadline:
-        least = math.ceil((end - began) / 60)
+    given = deadline - job.walk.phases.began
+    left = job.world.broadcast(deadline - time.perf_counter() - needed)  # by the clock of one
+    if left <= 0:
+        least = math.ceil((given - left) / 60)
         raise RecipeError(
-            f"{(deadline - began) / 60:g} minutes are too short: by the speed of the first {TIMED}"
+            f"{given / 60:g} minutes are too short: by the speed of the first {TIMED}"
             f" blocks, the layers alone take {least} minutes, and fine-tuning comes after them; the"
             " finished blocks are kept: continue with"
             f" {option('resume', True)} and {option('minutes', 2 * least)}",

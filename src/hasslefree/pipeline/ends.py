@@ -97,7 +97,7 @@ def head_gram(job: Job, name: str, reference: Reference | None) -> Gram:
     watching = hooks(collector.watch(walk.model))
     with walk.outside(), computing(walk.model, walk.outer()), watching, torch.no_grad():
         for index, segment in enumerate(segments):
-            collector.calls = 0
+            collector.called.clear()
             with suppress(Stop):
                 logits_of(walk.model, walk.blocks, walk.calls, segment, states[index])
     if not sums.count:

@@ -28,7 +28,10 @@ def library_documents(held_out: bool) -> list[str]:
     root = Path(sysconfig.get_path("stdlib"))
     documents: dict[bytes, str] = {}
     for file in _source_files(root):
-        text = file.read_text(encoding="utf-8", errors="ignore")
+        try:
+            text = file.read_text(encoding="utf-8", errors="ignore")
+        except OSError:  # such as a link of a distribution to a file that is not installed
+            continue
         digest = hashlib.sha256(text.encode()).digest()
         if (digest[-1] % PARTS == 0) == held_out and text.strip():
             documents[digest] = text

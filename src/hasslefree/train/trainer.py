@@ -262,7 +262,7 @@ class Trainer:
                 yield Batch(segments, step, len(batches))
             return
         begun = time.perf_counter()
-        length = max(self.deadline - begun, 1.0)
+        length = self.world.broadcast(max(self.deadline - begun, 1.0))
         for steps, segments in enumerate(cycle(batches)):
             passed = time.perf_counter() - begun
             # All processes end together; the next step takes as long as those so far.

@@ -18,7 +18,7 @@ Nibbles are moved so that the middle code becomes 8, the operators' zero. Scale 
 rounded to bfloat16. With m the value of the middle code 2^(bits − 1), a value of S is therefore off
 by at most
 
-    |m|/256,  or (|m| + 8·scale)/256 if a code has eight bits,
+    |m|/256,  or (|m| + 8·scale)/256 if codes of eight bits reach 248,
 
 and by |value − m|/256 more where scales are multiples of a unit of their row. Without operators,
 the value itself would be rounded to bfloat16.
@@ -53,11 +53,14 @@ class Nibbles:
         group: the inputs of S that share a scale and a centre.
         shared: the high bits of a code that share a nibble with those of other inputs, 1, 2 or, if
             they do not, 0.
+        full: codes of eight bits reach 248. It changes how they are written, not how they are
+            multiplied.
     """
 
     bits: int
     group: int
     shared: int = 0
+    full: bool = False
 
     @classmethod
     def fitting(cls, bits: int, stored_group: int, device: str) -> "Nibbles | None":
@@ -80,9 +83,10 @@ class Nibbles:
         """What is added to a code before its high bits are split off.
 
         With `ZERO`, the low nibble of the middle code counts nothing, and the centre of a group is
-        near zero, where bfloat16 rounds least. A code of eight bits has no room for it.
+        near zero, where bfloat16 rounds least. This error is the same for all inputs of a group, so
+        it adds up. Codes from 248 on have no room for a lift.
         """
-        return ZERO if self.is_high and self.bits < 8 else 0
+        return ZERO if self.is_high and not self.full else 0
 
     @property
     def count(self) -> int:

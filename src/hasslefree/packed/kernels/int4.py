@@ -8,7 +8,7 @@ a CPU's, and `tiles` CUDA's.
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -73,6 +73,8 @@ class Int4:
         stored_group = width // scale.shape[1]
         nibbles = Nibbles.fitting(bits, stored_group, codes.device.type)
         assert nibbles is not None
+        if bits == 8:
+            nibbles = replace(nibbles, full=bool(codes.max() >= 256 - ZERO))
         repeats = stored_group // nibbles.group
         terms = nibbles.terms(
             scale.float().repeat_interleave(repeats, 1), low.float().repeat_interleave(repeats, 1)
