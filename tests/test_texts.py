@@ -329,7 +329,13 @@ def test_without_a_network_the_hub_is_asked_once_and_the_cache_is_read(answer, o
     monkeypatch.setattr(hub, "get_hf_file_metadata", ask)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("datasets.load_dataset", lambda **_: {"text": [datasets.config.HF_HUB_OFFLINE]})
+    monkeypatch.setattr("time.monotonic", lambda: 60.0 * 1000)
     hub.is_reachable.cache_clear()
     assert [calibration_documents("c4"), calibration_documents("wikipedia")] == [[offline], [offline]]
     assert len(asked) == 1
+    # Later, the hub answers again, and nothing has been changed for the process.
+    answer = None
+    monkeypatch.setattr("time.monotonic", lambda: 60.0 * 1001)
+    assert calibration_documents("c4") == [False]
+    assert not datasets.config.HF_HUB_OFFLINE
     hub.is_reachable.cache_clear()

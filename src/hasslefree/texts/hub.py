@@ -1,5 +1,6 @@
 """Public texts on the hub, and how their perplexity is measured."""
 
+import time
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -119,8 +120,10 @@ HUB_TEXTS = {
 
 
 @cache
-def is_reachable() -> bool:
-    """Ask the hub once whether it answers at all."""
+def is_reachable(minute: int) -> bool:
+    """Ask the hub whether it answers at all, once a minute: it may come back while a notebook is
+    open.
+    """
     try:
         get_hf_file_metadata(
             hf_hub_url("allenai/c4", "README.md", repo_type="dataset"), timeout=PATIENCE
@@ -135,8 +138,9 @@ def is_reachable() -> bool:
 def documents_on_hub(name: str, split: dict[str, Any]) -> Any:
     import datasets
 
-    if not is_reachable():  # else each request is repeated for half a minute
-        datasets.config.HF_HUB_OFFLINE = True
+    offline = datasets.config.HF_HUB_OFFLINE
+    if not is_reachable(int(time.monotonic() // 60)):
+        datasets.config.HF_HUB_OFFLINE = True  # else each request is repeated for half a minute
     try:
         return datasets.load_dataset(**split)[HUB_TEXTS[name].field]
     except Exception as error:  # whatever the network, the hub and the reader of the file may raise
@@ -148,3 +152,5 @@ def documents_on_hub(name: str, split: dict[str, Any]) -> Any:
             " or .jsonl file, or, to compress, let the model write the text"
             f" ({option('calibration', 'self')})"
         ) from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = offline
