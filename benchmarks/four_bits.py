@@ -144,7 +144,6 @@ PARTS: Rows = {
     "3 bits in groups of 16, 4-bit scales": Spec(FINE | {"rank": 0}),
     "3 bits in groups of 16, 4-bit scales, four times the text": Spec(FINE | {"rank": 0, "samples": 256}),
     "3 bits in groups of 16, 4-bit scales, trained": Spec(TRAINED),
-    "3 bits in groups of 16, 4-bit scales, codes moved, trained": Spec(TRAINED | {"moved": 50}),
     "3 bits in groups of 64, 16-bit scales, rank 16, S fitted with H": Spec(COARSE | {"rank": 16, "projected": False}),
     "3 bits in groups of 64, 16-bit scales, rank 16": Spec(COARSE | {"rank": 16}),
     "3.54 bits entropy-coded, the same in every layer": Spec(

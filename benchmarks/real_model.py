@@ -58,7 +58,6 @@ from torch.nn import functional as F
 import hasslefree
 from harness import models
 from harness.models import Measurement
-from harness.moved_codes import codes_move_first
 from harness.paper import LAYERS_ALONE
 from harness.record import RESULTS, ROOT, machine, resumed, write
 from hasslefree.allocate.sensitivity import ProbedLayer
@@ -137,8 +136,8 @@ def row(
     """Compress, and measure.
 
     Args:
-        fields: of the recipe, what `switch_off` takes, whether it reads the "mixed" text, and for how many iterations
-            codes are "moved" before the training; None for the dense model.
+        fields: of the recipe, what `switch_off` takes, and whether it reads the "mixed" text; None for the dense
+            model.
         exported: what to add to the row of a compressed folder.
         threads: None for those of this process.
         kept: the compressed folder. An earlier run that was cut off there is resumed, and the row has no times. None
@@ -158,8 +157,7 @@ def row(
     with tempfile.TemporaryDirectory() as scratch:
         folder = measurement.model if fields is None else str(kept or f"{scratch}/out")
         if fields is not None:
-            with codes_move_first(measurement.model, fields.pop("moved", 0)):
-                report, times = compressed(measurement.model, Path(folder), measurement.recipe(**fields), timed)
+            report, times = compressed(measurement.model, Path(folder), measurement.recipe(**fields), timed)
             found |= times
             found["mean_relative_error"] = report.mean_relative_error
         model = models.loaded(folder, measurement.dtype)

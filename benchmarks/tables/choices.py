@@ -150,6 +150,12 @@ def whole_files_of(model: str) -> Table:
     )
 
 
+def parts(content: Content) -> Iterable[Row]:
+    """The rows of a file in its order, without the dense model."""
+    rows = {row["name"]: row for row in whole_files(content)}
+    return (rows[name] for name in content["results"] if name != "dense")
+
+
 def overfitting(content: Content) -> Iterable[Row]:
     """Which parts of a compression read the mixture."""
     for name, row in content["results"].items():
@@ -248,6 +254,24 @@ TABLES: dict[str, tuple[Table, ...]] = {
         ),
     ),
     "whole_files": tuple(map(whole_files_of, ("Qwen2.5-Coder-1.5B-Instruct", *EQUAL_FILES, "gemma-3-270m"))),
+    "quantising_parts": (
+        Table(
+            "quantising_parts",
+            f"{FOUR_BITS} --output benchmarks/results/quantising_parts.json --rows …",
+            (
+                ("SmolLM2-135M-Instruct", "{name}"),
+                ("whole file, MB", "{megabytes:.1f}"),
+                ("bytes per layer weight", "{bytes:.3f}"),
+                ("*", "{percent[*]:.1f} %"),
+                ("CPU minutes", "{cpu_minutes:.0f}"),
+            ),
+            parts,
+            note="Off its grid; calibrated on {samples} × {seqlen} tokens of C4, with `--effort fast` unless it says "
+            "trained. Perplexity increase on {max_tokens} tokens of each text, in windows of {window}, in {dtype}; "
+            "mean and worst are those of the texts other than C4. Minutes are those of one thread beside other work. "
+            "On {where}.",
+        ),
+    ),
     "overfitting": (
         overfitting_of("overfitting_SmolLM2-135M-Instruct", "fast"),
         overfitting_of("overfitting_balanced_SmolLM2-135M-Instruct", "balanced"),

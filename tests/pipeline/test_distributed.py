@@ -43,6 +43,7 @@ def test_every_process_is_bound_to_its_own_gpu(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("torch.cuda.set_device", lambda device: calls.append(("bound", device)))
     monkeypatch.setattr("torch.distributed.init_process_group", lambda *args, **options: calls.append((args, options)))
+    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
     monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)

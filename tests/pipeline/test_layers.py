@@ -10,8 +10,7 @@ from hasslefree import Joint, Recipe, SemiStructured
 from hasslefree.core.protocols import Method
 from hasslefree.distributed import World
 from hasslefree.errors import MemoryShortError
-from hasslefree.pipeline import compress as driver
-from hasslefree.pipeline import layers
+from hasslefree.pipeline import allocation, layers
 from hasslefree.planning.plan import LayerPlan
 from tests.tiny_models import build, segments
 
@@ -52,18 +51,18 @@ def test_memory_that_runs_out_is_named(kind, message, tmp_path, monkeypatch):
 def test_layers_are_fitted_with_the_weights_of_their_outputs(allocate, weighted, tmp_path, monkeypatch):
     """Oracle: what the allocation measured, by the names of all layers."""
     measured, given = {}, []
-    solve, find = layers.solve_layer, driver.by_sensitivity
+    solve, find = layers.solve_layer, allocation.by_sensitivity
 
     def remembered(*args, **settings):
-        allocation = find(*args, **settings)
-        measured.update(allocation.output_weights)
-        return allocation
+        found = find(*args, **settings)
+        measured.update(found.output_weights)
+        return found
 
     def solved(weight, gram, method, *rest):
         given.append(getattr(method, "weights", None))
         return solve(weight, gram, method, *rest)
 
-    monkeypatch.setattr(driver, "by_sensitivity", remembered)
+    monkeypatch.setattr(allocation, "by_sensitivity", remembered)
     monkeypatch.setattr(layers, "solve_layer", solved)
     recipe = Recipe(rank=2, effort="fast", allocate=allocate)
     record = hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments(6))
