@@ -145,12 +145,12 @@ def intact_progress(folder: Path) -> Progress:
         file = folder / "model" / part.file
         if not file.is_file():
             break
-        if sha256(file) != part.sha256:
-            raise CheckpointError(
-                f"{file} is damaged (wrong SHA-256). Delete it and use {option('resume', True)}:"
-                " its block and all later blocks are compressed again; if prediction matching was"
-                " finished, all blocks are"
-            )
+        check_bytes(
+            file,
+            part.sha256,
+            "its block and all later blocks are compressed again; if prediction matching was"
+            " finished, all blocks are",
+        )
         parts.append(part)
     if not parts:
         return Progress([], progress.identity)
@@ -171,12 +171,17 @@ def with_whole_plan(progress: Progress, folder: Path) -> Progress:
     file = folder / OUTPUT_WEIGHTS
     if not file.is_file():
         return dataclasses.replace(progress, dealt=None)
-    if sha256(file) != progress.dealt.sha256:
-        raise CheckpointError(
-            f"{file} is damaged (wrong SHA-256). Delete it and use {option('resume', True)}: bits"
-            " and ranks are chosen again"
-        )
+    check_bytes(file, progress.dealt.sha256, "bits and ranks are chosen again")
     return progress
+
+
+def check_bytes(file: Path, expected: str, consequence: str) -> None:
+    """Raise a CheckpointError unless a file has this SHA-256. consequence: of deleting it."""
+    if sha256(file) != expected:
+        raise CheckpointError(
+            f"{file} is damaged (wrong SHA-256). Delete it and use {option('resume', True)}:"
+            f" {consequence}"
+        )
 
 
 def as_json(content: dict[str, Any]) -> dict[str, Any]:
