@@ -266,10 +266,10 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("CPU minutes", "{cpu_minutes:.0f}"),
             ),
             parts,
-            note="Off its grid; calibrated on {samples} × {seqlen} tokens of C4, with `--effort fast` unless it says "
-            "trained. Perplexity increase on {max_tokens} tokens of each text, in windows of {window}, in {dtype}; "
-            "mean and worst are those of the texts other than C4. Minutes are those of one thread beside other work. "
-            "On {where}.",
+            note="Off its grid; calibrated on {samples} × {seqlen} tokens of C4 unless it says more, with `--effort "
+            "fast` unless it says trained. Perplexity increase on {max_tokens} tokens of each text, in windows of "
+            "{window}, in {dtype}; mean and worst are those of the texts other than C4. Minutes are those of one "
+            "thread beside other work. On {where}.",
         ),
     ),
     "overfitting": (
