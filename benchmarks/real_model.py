@@ -91,6 +91,11 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 ALLOCATED = EFFORTS["fast"] | {"allocate": "error"}
 # In as many bytes: twice the rank, with factors in eight bits.
 CODED = {"pattern": "2:4", "rank": 30, "factor_bits": 8}
+# `best` on a mixture of texts, by the tokens of prediction matching.
+TOKENS: dict[str, dict[str, Any]] = {
+    f"{thousands} thousand tokens": CODED | {"effort": "best", "match_predictions": 1024 * thousands, "mixed": True}
+    for thousands in (25, 50, 100, 200)
+}
 TWO_FOUR: dict[str, dict[str, Any]] = {
     "fast": EFFORTS["fast"],
     **{f"{effort}, 8-bit factors": CODED | {"effort": effort} for effort in EFFORTS},
@@ -103,7 +108,8 @@ TWO_FOUR: dict[str, dict[str, Any]] = {
     "balanced": EFFORTS["balanced"],
     "best": EFFORTS["best"],
     "an hour": SETTING | {"minutes": 60},
-    "an hour, 8-bit factors, mixture": CODED | {"minutes": 60, "mixed": True},
+    **TOKENS,
+    "an hour, 8-bit factors, mixture": CODED | {"minutes": 60, "match_predictions": 409_600, "mixed": True},
     **{name: RIVALS[name] for name in ("sparsegpt", "oats", "3basil")},
 }
 # The last one's divergences are measured, not estimated.
@@ -160,6 +166,7 @@ def row(
             report, times = compressed(measurement.model, Path(folder), measurement.recipe(**fields), timed)
             found |= times
             found["mean_relative_error"] = report.mean_relative_error
+            found["trained_tokens"] = report.predictions["tokens"] if report.predictions else 0
         model = models.loaded(folder, measurement.dtype)
         if fields is not None:
             found |= size_and_bits(report, find_blocks(load_shapes(measurement.model, "auto", False)).name)
