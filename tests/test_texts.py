@@ -182,8 +182,14 @@ def test_tables_that_cannot_be_read(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "a.parquet").write_bytes(b"PAR1 not")
     (tmp_path / "a.jsonl.gz").write_bytes(b"no gzip")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b"{}")[:10] + 20 * b"\xff")
     (tmp_path / "empty").mkdir()
-    for name, message in [("a.parquet", "by datasets"), ("empty", "by datasets"), ("a.jsonl.gz", "copy it again")]:
+    for name, message in [
+        ("a.parquet", "by datasets"),
+        ("empty", "by datasets"),
+        ("a.jsonl.gz", "copy it again"),
+        ("b.jsonl.gz", "copy it again"),
+    ]:
         with pytest.raises(CalibrationError, match=f"{name} cannot be read.*{message}"):
             check_text(str(tmp_path / name))
 

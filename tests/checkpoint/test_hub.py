@@ -130,8 +130,10 @@ def hf_upload(hub, command):
 
 
 def test_a_folder_that_nothing_wrote_is_not_uploaded(ada, tmp_path):
-    with pytest.raises(OutputError, match="no model card README.md; push takes a folder that compress or export"):
-        hasslefree.push(tmp_path, "ada/new")
+    for missing in ("README.md", "files.json"):
+        with pytest.raises(OutputError, match=f"has no {missing}; push takes a folder that compress or export wrote"):
+            hasslefree.push(tmp_path, "ada/new")
+        (tmp_path / missing).touch()
     assert "ada/new" not in ada.repositories
 
 

@@ -1,6 +1,7 @@
 """What is in the place of an output is replaced only if hasslefree wrote it, and then completely."""
 
 import json
+import os
 import tempfile
 
 import pytest
@@ -17,6 +18,15 @@ def out(tmp_path):
         (part / "base").mkdir()
         (part / "base" / "weights").write_text("ours")
     return tmp_path / "out"
+
+
+def test_what_a_killed_process_of_the_same_number_left_is_not_in_the_way(tmp_path, monkeypatch):
+    """In a container, the number is often 1."""
+    left = tmp_path / f".out.part-{os.getpid()}"
+    left.mkdir()
+    with replaced_whole(tmp_path / "out", overwrite=False) as part:
+        (part / "weights").write_text("ours")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [left.name, "out"]
 
 
 CHANGES = {

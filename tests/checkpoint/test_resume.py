@@ -284,6 +284,17 @@ def test_what_is_there_is_neither_used_nor_removed_unasked(whole, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_new_run_that_fails_its_checks_leaves_the_finished_blocks(whole, tmp_path):
+    """Oracle: the folder of an uninterrupted run."""
+    left = interrupted(tmp_path / "out", 15)
+    before = contents(left / "model")
+    with pytest.raises(HasslefreeError, match="token"):
+        compress(tmp_path / "out", tokens=segments()[0], overwrite=True)
+    assert contents(left / "model") == before
+    compress(tmp_path / "out", resume=True)
+    assert contents(tmp_path / "out") == whole
+
+
 def test_an_error_before_the_first_block_leaves_nothing(tmp_path):
     with pytest.raises(HasslefreeError):
         compress(tmp_path / "deep" / "out", tokens=segments()[0])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer.main
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hasslefree.cli import run_app
@@ -193,16 +194,18 @@ def test_results_are_kept_if_the_dense_model_cannot_be_measured(compressed, monk
     assert len(re.findall(f"{measured:.3f}", text)) == 2, "the table is printed too"
 
 
-@pytest.mark.parametrize("spare", [-1, 0])
-def test_models_that_do_not_fit_together_are_measured_one_after_the_other(spare, compressed, monkeypatch, capsys):
+@pytest.mark.parametrize(("spare", "dtype", "fit"), [(-1, "auto", False), (0, "auto", True), (0, "float32", False)])
+def test_models_that_do_not_fit_together_are_measured_one_after_the_other(
+    spare, dtype, fit, compressed, monkeypatch, capsys
+):
     files = [file for folder in (compressed[0], MODEL) for file in folder.glob("*.safetensors")]
-    free = sum(file.stat().st_size for file in files) + spare
+    free = sum(tensor.nbytes for file in files for tensor in load_file(file).values()) + spare
     monkeypatch.setattr("hasslefree.evaluation.continuation.free_memory", lambda device: free)
     words = ["evaluate", compressed[0], "--perplexity", HELD_OUT, "--max-tokens", "128", "--seqlen", "64"]
-    code, text = run(monkeypatch, capsys, *words, "--dense", MODEL)
+    code, text = run(monkeypatch, capsys, *words, "--dense", MODEL, "--dtype", dtype)
     assert code == 0, text
-    assert ("do not fit in memory at once" in text) == (spare < 0)
-    assert ("KL divergence from" in text) == (spare == 0)
+    assert ("do not fit in memory at once" in text) != fit
+    assert ("KL divergence from" in text) == fit
     assert "increase" in text, "both perplexities are there"
 
 

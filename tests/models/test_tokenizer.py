@@ -5,7 +5,10 @@ from datetime import datetime
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hasslefree.demo.run import MODEL
 from hasslefree.errors import CheckpointError
@@ -39,6 +42,12 @@ def test_the_tokenizer_itself_says_so(template, settings, before, after, tmp_pat
     assert surrounding_tokens(tokenizer) == (before, after)
     tokenizer.save_pretrained(tmp_path)
     assert surrounding_tokens(load_tokenizer(str(tmp_path))) == (before, after)
+
+
+def test_a_tokenizer_that_drops_digits():
+    made = Tokenizer(BPE({"<s>": 0, "A": 1, "C": 2}, []))
+    made.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    assert surrounding_tokens(PreTrainedTokenizerFast(tokenizer_object=made)) == ([0], [])
 
 
 def test_a_model_without_such_tokens():

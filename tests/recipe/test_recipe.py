@@ -40,7 +40,7 @@ def refused(**fields):
 def test_every_problem_of_a_field_is_reported_at_once():
     error = refused(
         rank=2.0, samples=0, seqlen=1, damping=float("inf"), sequential="x", dtype="int8", effort="much", seed=10**20,
-        refit=1, pattern=3, leave_dense="*.0.*", rnk=3,
+        refit=1, pattern=3, leave_dense=3, rnk=3,
     )  # fmt: skip
     assert [problem.fields for problem in error.problems] == [
         (name,)
@@ -69,6 +69,13 @@ def test_numbers_of_numpy_and_lists_are_taken():
     recipe = Recipe(rank=np.int64(3), ratio=np.float32(0.5), refit=np.True_, leave_dense=["a"])
     assert recipe == Recipe(rank=3, ratio=0.5, refit=True, leave_dense=("a",))
     assert (type(recipe.rank), type(recipe.ratio), type(recipe.refit)) == (int, float, bool)
+
+
+def test_numbers_in_yaml_are_those_of_the_command_line(tmp_path):
+    """YAML 1.1 reads 010 as eight, and 1e-2 as a word."""
+    (tmp_path / "r.yaml").write_text("samples: 010\ndamping: 1e-2\nsize: 2000000\nleave_dense: '*.0.*'\n")
+    found = Recipe.from_yaml(tmp_path / "r.yaml")
+    assert found == Recipe(samples=10, damping=0.01, size="2000000", leave_dense=("*.0.*",))
 
 
 def test_a_pattern_needs_no_quotes_in_yaml(tmp_path):

@@ -24,7 +24,13 @@ FIGURE = "relative_error.png"
 LICENCE_FIELDS = ("license", "license_name", "license_link")
 
 # The library that loads an export, by its kind; for all others, transformers.
-LIBRARIES = {"peft": "peft", "gguf": "gguf", "mlx": "mlx", "mlx-base": "mlx"}
+LIBRARIES = {
+    "peft": "peft",
+    "gguf": "gguf",
+    "mlx": "mlx",
+    "mlx-base": "mlx",
+    "mlx-base alone": "mlx",
+}
 
 
 def export_card(

@@ -11,7 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalToken
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from hasslefree.checkpoint.card import TAG
-from hasslefree.checkpoint.output import rewrite
+from hasslefree.checkpoint.output import FILES, rewrite
 from hasslefree.errors import OutputError, option
 from hasslefree.validation import typed
 
@@ -39,11 +39,11 @@ def push(
     Raises:
         OutputError: the repository cannot be created or holds another model, or the upload failed.
     """
-    if not (Path(folder) / "README.md").is_file():
-        raise OutputError(
-            f"{folder} has no model card README.md; push takes a folder that compress or export"
-            " wrote"
-        )
+    for file in ("README.md", FILES):
+        if not (Path(folder) / file).is_file():
+            raise OutputError(
+                f"{folder} has no {file}; push takes a folder that compress or export wrote"
+            )
     prepare_push(name, private)
     return upload(Path(folder), name)
 

@@ -93,18 +93,20 @@ def replaced_whole(folder: Path, overwrite: bool) -> Iterator[Path]:
     """A new folder next to `folder` that replaces it at the end; on an error before that, the new
     one is removed.
     """
-    part, old = (
-        folder.with_name(f".{folder.name}.{kind}-{os.getpid()}") for kind in ("part", "old")
-    )
     with disk_errors(folder, "its previous content is unchanged. Correct the cause and try again"):
-        part.mkdir(parents=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # A process that was killed may have had the same number.
+        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.part-", dir=folder.parent))
+        part = work / "new"
+        part.mkdir()
         try:
             yield part
             complete(part)
         except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(work, ignore_errors=True)
             raise
-        put_in_place(part, folder, overwrite, old)
+        put_in_place(part, folder, overwrite, work / "old")
+        shutil.rmtree(work, ignore_errors=True)
 
 
 @contextmanager

@@ -61,12 +61,20 @@ class Unfinished:
     `background_writes`, a thread writes a part while the next one is computed, which takes the
     memory of one more part.
 
-    overwrite: as for `check_output`.
+    overwrite: as for `check_output`. earlier: finished parts of a run that this one does not
+        continue; they stay until `discard_earlier`.
     """
 
-    def __init__(self, out: Path, progress: Progress, overwrite: bool = False):
+    def __init__(
+        self,
+        out: Path,
+        progress: Progress,
+        overwrite: bool = False,
+        earlier: Progress | None = None,
+    ):
         self.out = out
         self.progress = progress
+        self.earlier = earlier or Progress([])
         self.overwrite = overwrite
         self.folder = unfinished_folder(out)
         self.model = self.folder / "model"
@@ -165,17 +173,31 @@ class Unfinished:
                 sync(path)
             put_in_place(self.model, self.out, self.overwrite, self.folder / BEFORE)
 
+    @property
+    def bytes(self) -> int:
+        """The size of the finished parts, those of an earlier run included."""
+        return self.progress.bytes + self.earlier.bytes
+
     def sweep(self) -> None:
-        """Remove everything that the journal does not list, such as files that a killed process
-        left incomplete.
-        """
+        """Remove what a killed process left incomplete."""
         shutil.rmtree(self.scratch, ignore_errors=True)
         self.scratch.mkdir()
         self.model.mkdir(exist_ok=True)
+        self._remove_unlisted()
+
+    def discard_earlier(self) -> None:
+        """Remove the parts of an earlier run: this one has passed its checks."""
+        self.earlier = Progress([])
+        with resumable(self.folder):
+            self._remove_unlisted()
+
+    def _remove_unlisted(self) -> None:
+        """Remove everything that no journal lists."""
+        listed = {part.file for part in self.progress.parts + self.earlier.parts}
         for path in self.model.iterdir():
-            if path.name not in {part.file for part in self.progress.parts}:
+            if path.name not in listed:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        if not self.progress.parts:
+        if not listed:
             (self.folder / JOURNAL).unlink(missing_ok=True)
 
 
@@ -202,8 +224,8 @@ def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]
     """The unfinished folder of OUT, locked by this process. If no block is finished at the end, it
     is removed.
 
-    out: resolved. overwrite: discard finished parts. resume: continue from finished parts, if there
-    are any.
+    out: resolved. overwrite: finished parts may be discarded. resume: continue from finished parts,
+    if there are any.
     """
     folder = unfinished_folder(out)
     for path in others(folder):
@@ -232,7 +254,10 @@ def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]
                 f"{folder} holds an unfinished compression with {progress}; continue it with"
                 f" {option('resume', True)}, or start again with {option('overwrite', True)}"
             )
-        work = Unfinished(out, progress if resume else Progress([]), overwrite)
+        if resume:
+            work = Unfinished(out, progress, overwrite)
+        else:
+            work = Unfinished(out, Progress([]), overwrite, earlier=progress)
         with resumable(folder):
             work.sweep()
         try:
@@ -240,7 +265,8 @@ def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]
         finally:
             concurrent.futures.wait(work.writes)
             shutil.rmtree(work.scratch, ignore_errors=True)
-            ended = not work.progress.parts or not work.model.exists()
+            parts = work.progress.parts + work.earlier.parts
+            ended = not parts or not work.model.exists()
             if ended and not others(folder):
                 shutil.rmtree(folder, ignore_errors=True)
 

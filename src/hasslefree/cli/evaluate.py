@@ -86,7 +86,7 @@ def call_evaluate(
     of_tasks = {"--limit": limit, "--task-data": task_data, "--cache": cache}
     check_used(of_tasks, bool(tasks), "a task, such as --tasks piqa")
     dense = dense_model(model, dense, trust_remote_code, needed=bool(kl))
-    beside = model_beside(model, dense, kl, device) if perplexity else None
+    beside = model_beside(model, dense, kl, dtype, device) if perplexity else None
     content: dict[str, Any] = {}
 
     def keep(measured: dict[str, Any]) -> None:
@@ -126,7 +126,9 @@ def check_used(options: dict[str, Any], used: bool, needed: str) -> None:
             raise RecipeError(f"{option} needs {needed}; name one, or leave it out")
 
 
-def model_beside(model: str, dense: str | None, kl: bool | None, device: str | None) -> str | None:
+def model_beside(
+    model: str, dense: str | None, kl: bool | None, dtype: str, device: str | None
+) -> str | None:
     """The dense model to run beside MODEL, for the KL divergence; None, with a line, if both do not
     fit in memory.
     """
@@ -134,7 +136,7 @@ def model_beside(model: str, dense: str | None, kl: bool | None, device: str | N
 
     if dense is None or kl is False:
         return None
-    if kl is None and not fit_together((model, dense), device):
+    if kl is None and not fit_together((model, dense), dtype, device):
         common.say(
             "Both models do not fit in memory at once: they are measured one after the other,"
             " without the KL divergence; --kl measures it all the same."

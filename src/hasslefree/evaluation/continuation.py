@@ -18,6 +18,7 @@ from transformers.generation.streamers import TextStreamer
 
 from hasslefree.checkpoint.record import read_record
 from hasslefree.errors import CheckpointError, ModelError, PromptError, option
+from hasslefree.files import stored_tensors, weight_files
 from hasslefree.models.load import (
     check_ids,
     load_model,
@@ -265,8 +266,8 @@ def find_local_model(name: str) -> Path | None:
     return None
 
 
-def fit_together(names: Iterable[str], device: str | None) -> bool:
-    """Whether the weights of models, as their files hold them, fit in the device's memory at once.
+def fit_together(names: Iterable[str], dtype: str, device: str | None) -> bool:
+    """Whether the weights of models, loaded in a dtype, fit in the device's memory at once.
 
     One that is not on this machine does not count.
     """
@@ -274,5 +275,16 @@ def fit_together(names: Iterable[str], device: str | None) -> bool:
     for name in names:
         folder = find_local_model(name)
         if folder is not None:
-            needed += sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+            needed += loaded_bytes(folder, dtype)
     return needed <= free_memory(resolve_device(device))
+
+
+def loaded_bytes(folder: Path, dtype: str) -> int:
+    """The bytes of the weights of a model in a dtype; "auto" for that of its files."""
+    total = 0
+    for tensor in stored_tensors(weight_files(folder)).values():
+        meta = tensor.meta
+        if dtype != "auto" and meta.is_floating_point():
+            meta = meta.to(getattr(torch, dtype))
+        total += meta.nbytes
+    return total

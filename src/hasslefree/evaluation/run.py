@@ -26,6 +26,7 @@ from hasslefree.errors import CalibrationError, ModelError, NonFiniteError, opti
 from hasslefree.evaluation.harness import Scores, evaluate_tasks, load_tasks
 from hasslefree.evaluation.tasks import check_harness, check_tasks
 from hasslefree.models.load import check_ids, load_model, resolve_seqlen
+from hasslefree.models.names import recorded_name
 from hasslefree.models.probe import sees_later_tokens
 from hasslefree.models.tokenizer import (
     encode,
@@ -212,7 +213,7 @@ class Subject:
         model = load_model(name, dtype, device, trust_remote_code)
         check_causal(model)
         results = {
-            "model": name,
+            "model": recorded_name(name),
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": str(model.device),
             "versions": libraries,

@@ -87,7 +87,7 @@ def find_converter(given: str | Path | None) -> list[str]:
             )
     if program.suffix == ".py":
         return [sys.executable, str(program)]
-    return [str(program)]
+    return [str(program.absolute())]  # without a folder, it would be looked for on the PATH
 
 
 def convert(

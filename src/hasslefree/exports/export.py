@@ -25,6 +25,7 @@ from hasslefree.checkpoint.output import (
     replaced_files,
     replaced_whole,
 )
+from hasslefree.checkpoint.record import IN_BLOCK
 from hasslefree.errors import ModelError, OutputError, UnknownNameError, option
 from hasslefree.exports.codes import check_specs
 from hasslefree.exports.converter import dense_template
@@ -42,6 +43,7 @@ from hasslefree.models.load import auto_class, load_config, load_model
 from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.packed.linear import compressed_layers
 from hasslefree.progress import LOADING, WRITING, Listener, Phases
+from hasslefree.recipe.engines import ENGINES
 from hasslefree.validation import typed
 
 # (the model, changed in place; the folder to fill) → the folders with a model card, by its kind
@@ -101,8 +103,7 @@ def export(
     target = Path(destination).resolve()
     config = compressed_config(source, trust_remote_code)
     if to in ENGINE_OF:
-        entries = read_entries(config.quantization_config["modules"])
-        check_specs({name: entry.spec for name, entry in entries.items()}, ENGINE_OF[to])
+        check_held(config, ENGINE_OF[to])
     files = None
     if to == "gguf" and target.suffix == SUFFIX:
         files = Files.of(target).starts
@@ -128,7 +129,9 @@ def export(
         else:
             writing = replaced_files(list(files))
         with phases.phase(WRITING), writing as part:
-            folders = EXPORTS[to](model, Target(part, Path(destination), max_shard_size, opened))
+            # An adapter names its base by the path that was given. GGUF may be behind a link.
+            final = target if to == "gguf" else Path(destination)
+            folders = EXPORTS[to](model, Target(part, final, max_shard_size, opened))
             if files is None:
                 copy_rest(source, part, folders, auto, model.config, trust_remote_code)
 
@@ -164,6 +167,18 @@ def compressed_config(source: Path, trust_remote_code: bool) -> Any:
             " first"
         )
     return config
+
+
+def check_held(config: Any, engine: str) -> None:
+    """Raise a ModelError if an engine cannot hold a layer of a compressed model.
+
+    Embedding and head become dense for an engine that takes no others.
+    """
+    entries = read_entries(config.quantization_config["modules"])
+    specs = {name: entry.spec for name, entry in entries.items()}
+    if not ENGINES[engine].embeddings:
+        specs = {name: spec for name, spec in specs.items() if IN_BLOCK.search(name)}
+    check_specs(specs, engine)
 
 
 def bytes_needed(model: PreTrainedModel) -> int:

@@ -135,7 +135,7 @@ def write_narrow(model: PreTrainedModel, target: Target) -> dict[str, Path]:
     blocks = find_blocks(model).modules
     kept = {reader: [units_kept(block, reader) for block in blocks] for reader in MAKERS}
     counts = {reader: common_count(reader, masks) for reader, masks in kept.items()}
-    config = model.config
+    config = model.config.get_text_config()
     heads = len(kept[ATTENTION][0])
     counts[ATTENTION] = accepted_count(config, heads, counts[ATTENTION])
     if all(counts[reader] == len(masks[0]) for reader, masks in kept.items()):
@@ -151,8 +151,23 @@ def write_narrow(model: PreTrainedModel, target: Target) -> dict[str, Path]:
             remove_units(block, reader, units)
     set_heads(config, heads, counts[ATTENTION])
     config.intermediate_size = counts["mlp.down_proj"]
+    check_shapes(model)
     target.save(model, target.folder)
     return {"narrow": target.folder}
+
+
+def check_shapes(model: PreTrainedModel) -> None:
+    """Raise a ModelError if a tensor has another shape than its configuration asks for.
+
+    OLMo 2, for example, has a norm over all heads together.
+    """
+    expected = dense_shapes(model).state_dict()
+    for name, tensor in model.state_dict().items():
+        if name in expected and tensor.shape != expected[name].shape:
+            raise ModelError(
+                f"{option('to', 'narrow')} does not support {type(model).__name__}: {name} depends"
+                f" on all heads or neurons; use {option('to', 'dense')}"
+            )
 
 
 def units_kept(block: nn.Module, reader: str) -> Tensor:
@@ -280,7 +295,7 @@ def write_peft(
     plain ones again.
     """
     if not factors:
-        return {"base": target.base}
+        return {"base alone": target.folder, "base": target.base}
     sites = find_sites(model)
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}

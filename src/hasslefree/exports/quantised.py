@@ -101,7 +101,8 @@ def write_mlx(model: PreTrainedModel, target: Target) -> dict[str, Path]:
     for name, coded in check_layers(model, "mlx").items():
         forms[name] = {"group_size": coded.group, "bits": coded.grid.bits}
         packed[name] = pack_affine(coded)
-    folders = write_mlx_adapter(factors_of(model), target.folder)
+    adapter = write_mlx_adapter(factors_of(model), target.folder)
+    folders = adapter or {"mlx-base alone": target.folder}
     usual = max(forms.values(), key=list(forms.values()).count)
     others = {name: form for name, form in forms.items() if form != usual}
     write_base(model, packed, target, {"quantization": usual | others})

@@ -95,6 +95,14 @@ def hub_refusal(name: str, error: Exception) -> str:
     )
 
 
+def recorded_name(name: str) -> str:
+    """The name on the hub of a snapshot in its cache; any other name as it is."""
+    parts = Path(name).parts
+    if len(parts) > 2 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
+        return "/".join(parts[-3].split("--")[1:])
+    return name
+
+
 def adapter_alone(name: str) -> ModelError:
     """The error for a folder, or a name on the hub, with an adapter of PEFT."""
     return ModelError(

@@ -23,6 +23,10 @@ DAY = date(2024, 7, 26)
 _TODAY = re.compile(r"""strftime_now\((?P<quote>['"])(?P<format>.*?)(?P=quote)\)""")
 
 
+# A tokenizer of characters or of sequences may know one of them only.
+SHORT_TEXTS = ("1", "a", "A")
+
+
 def tokenizing(name: str) -> AbstractContextManager[None]:
     """`loading` for the tokenizer of a model."""
     remedy = "if its files are missing or damaged, copy them from the original model"
@@ -81,13 +85,15 @@ def surrounding_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     They are what the tokenizer does, whatever its settings are called: `add_bos_token`, a template
     of its post-processor, or a class of its own.
     """
-    text = "1"
-    bare = encode(tokenizer, text, special_tokens=False).tolist()
-    whole = encode(tokenizer, text).tolist()
-    for start in range(len(whole)):
-        end = start + len(bare)
-        if whole[start:end] == bare:
-            return whole[:start], whole[end:]
+    for text in SHORT_TEXTS:
+        bare = encode(tokenizer, text, special_tokens=False).tolist()
+        if not bare:  # it drops characters that it does not know
+            continue
+        whole = encode(tokenizer, text).tolist()
+        for start in range(len(whole)):
+            end = start + len(bare)
+            if whole[start:end] == bare:
+                return whole[:start], whole[end:]
     return [], []
 
 

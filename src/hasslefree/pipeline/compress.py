@@ -149,7 +149,7 @@ def compress(
         weights = Weights(loaded, target)  # it finds out which weights are tied
         resolved, planned = plan_model(loaded, resolved)
         blocks = planned.selection.blocks
-        room = bytes_to_write(loaded, blocks, planned.plan, resolved) - work.progress.bytes
+        room = bytes_to_write(loaded, blocks, planned.plan, resolved) - work.bytes
         check_output(folder, overwrite, room)
         texts = None
         if segments is None:
@@ -258,6 +258,7 @@ def run(job: Job, digests: dict[str, str]) -> Record:
     identity = identity_of(job, description, digests)
     if job.world.writes:
         work.progress.check_identity(identity)
+        work.discard_earlier()
     reference, check = run_dense_model(job)
     allocation = allocate(job)
     if job.world.writes:

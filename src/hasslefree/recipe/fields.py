@@ -34,13 +34,24 @@ def declared(default: Any, group: str, **options: Any) -> Any:
     return dataclasses.field(default=default, metadata={"group": group, **options})
 
 
+def as_size(given: Any) -> Any:
+    """The field `size`: a number of bytes may be given as a number."""
+    is_number = isinstance(given, int) and not isinstance(given, bool)
+    return str(given) if is_number else given
+
+
+def as_patterns(given: Any) -> Any:
+    """The field `leave_dense`: one pattern stands for itself."""
+    return (given,) if isinstance(given, str) else given
+
+
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=CONFIG)
 class Fields:
     """The fields of a `Recipe`. The text below a field is its help on the command line and in the
     documentation.
     """
 
-    size: str | None = declared(None, BUDGET)
+    size: Annotated[str | None, BeforeValidator(as_size)] = declared(None, BUDGET)
     """Size to reach: bytes of all weights (such as 1.5GB), or bits for each weight of the
     compressed layers (4.8bits); bits, and ranks with fixed codes, are then chosen layer by layer,
     except those that are given (default: 5.2bits, if nothing else says what to compress to, and no
@@ -142,7 +153,9 @@ class Fields:
     one at most three times; with minutes, the effort is best)."""
     check: bool = declared(True, TEXT)
     """Measure the perplexity before and after, on text that was held out."""
-    leave_dense: tuple[str, ...] = declared((), BUDGET, strict=False)
+    leave_dense: Annotated[tuple[str, ...], BeforeValidator(as_patterns)] = declared(
+        (), BUDGET, strict=False
+    )
     """Globs over names of layers or parameters that stay as they are, such as '*.0.*' (default:
     none).
     """

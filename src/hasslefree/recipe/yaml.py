@@ -11,6 +11,7 @@ from hasslefree.errors import RecipeError
 from hasslefree.files import read_limited, read_small
 
 _INT = "tag:yaml.org,2002:int"
+_FLOAT = "tag:yaml.org,2002:float"
 # Bytes and fields of a recipe, recipes on top of one another, and lists in lists.
 MOST_BYTES = 1 << 18
 MOST_FIELDS = 100
@@ -19,7 +20,7 @@ DEEPEST = 8
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain values; 2:4 is a string, as in YAML 1.2, and no number in base 60.
+    """Plain values; as in YAML 1.2, 2:4 is a string, 010 is ten, and 1e-2 is a number.
 
     No name may be given twice, and none may stand for a value: a few lines of such names make
     gigabytes.
@@ -58,7 +59,11 @@ def _refused(problem: str, place: Any) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
 
 
-_Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?[0-9]+$"), [*"-+0123456789"])
+_DIGITS = "0123456789"
+_EXPONENT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
+_Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?[0-9]+$"), [*"-+", *_DIGITS])
+_Loader.add_implicit_resolver(_FLOAT, _EXPONENT, [*"-+.", *_DIGITS])
+_Loader.add_constructor(_INT, lambda loader, node: int(node.value))
 
 
 def read_fields(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -4,6 +4,7 @@ import glob
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -84,7 +85,7 @@ def read_text(path: Path) -> str:
             text: str = file.read()
     except UnicodeDecodeError as error:
         raise CalibrationError(f"{path} is not UTF-8 text: {error}; convert it") from None
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise CalibrationError(f"{path} cannot be read: {error}; copy it again") from None
     return text
 
