@@ -166,7 +166,7 @@ def row(
             report, times = compressed(measurement.model, Path(folder), measurement.recipe(**fields), timed)
             found |= times
             found["mean_relative_error"] = report.mean_relative_error
-            found["trained_tokens"] = report.predictions["tokens"] if report.predictions else 0
+            found["training"] = report.predictions
         model = models.loaded(folder, measurement.dtype)
         if fields is not None:
             found |= size_and_bits(report, find_blocks(load_shapes(measurement.model, "auto", False)).name)
