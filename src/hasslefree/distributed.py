@@ -43,8 +43,9 @@ class World:
         return [item // self.size for item in items if item % self.size == self.rank]
 
     def add(self, tensor: Tensor) -> None:
-        """Sum a tensor over all processes, in place."""
+        """Sum a contiguous tensor over all processes, in place."""
         if self.size > 1:
+            assert tensor.is_contiguous()
             with lost_peers():
                 dist.all_reduce(tensor)
 
@@ -70,8 +71,9 @@ class World:
         return values[0]
 
     def broadcast_(self, tensor: Tensor, owner: int) -> None:
-        """Overwrite a tensor by the owner's."""
+        """Overwrite a contiguous tensor by the owner's."""
         if self.size > 1:
+            assert tensor.is_contiguous()  # NCCL refuses others, and gloo does not
             with lost_peers():
                 dist.broadcast(tensor, src=owner)
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import hasslefree
 from hasslefree import Gram, LowRank
 from hasslefree.core.factors import factor_tensors, hartley, nearest, quantised, swept
 from hasslefree.packed.spec import LayerSpec
@@ -116,6 +117,17 @@ def test_what_is_nothing_stays_nothing(seed, dtype, vanished, silent):
     assert not coded.u.codes[3].any()
     if len(vanished) == 4:
         assert not coded.values().product().any()
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 1e-2), (torch.bfloat16, 1e-4)])
+def test_a_rank_above_that_of_the_weight_costs_nothing(dtype, size):
+    """Equal rows, so that seven of eight components are zero. Oracle: factors in the dtype of the weight."""
+    generator = torch.Generator().manual_seed(0)
+    weight = (0.02 * torch.randn(1, 32, generator=generator)).expand(64, 32).to(dtype)
+    gram = Gram.from_activations(size * torch.randn(256, 32, generator=generator))
+    coded = hasslefree.decompose(weight, gram, "2:4", 8, method="eora", factor_bits=8)
+    plain = hasslefree.decompose(weight, gram, "2:4", 8, method="eora")
+    assert coded.relative_error <= plain.relative_error + 1e-3
 
 
 @pytest.mark.parametrize("rank", [1, 2, 5, 8, 33])

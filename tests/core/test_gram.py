@@ -94,9 +94,9 @@ def test_activations_that_are_none(x):
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool])
 def test_what_is_not_of_floats_is_an_error(dtype):
     name = str(dtype).removeprefix("torch.")
-    with pytest.raises(ShapeError, match=f"x must be of a floating dtype, got {name}; convert it"):
+    with pytest.raises(ShapeError, match=f"x must be of a floating dtype of at least 16 bits, got {name}"):
         Gram.from_activations(torch.ones(4, 8).to(dtype))
-    with pytest.raises(ShapeError, match=f"matrix must be of a floating dtype, got {name}; convert it"):
+    with pytest.raises(ShapeError, match=f"matrix must be of a floating dtype of at least 16 bits, got {name}"):
         Gram(torch.ones(8, 8).to(dtype), 4)
-    with pytest.raises(ShapeError, match=f"mean must be of a floating dtype, got {name}; convert it"):
+    with pytest.raises(ShapeError, match=f"mean must be of a floating dtype of at least 16 bits, got {name}"):
         Gram(torch.ones(8, 8), 4, torch.ones(8).to(dtype))

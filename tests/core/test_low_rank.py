@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hasslefree.core.low_rank import truncated_svd
+from hasslefree.core.low_rank import LowRank, truncated_svd
 
 
 @pytest.mark.parametrize("shape", [(40, 24), (24, 40), (24, 24)])
@@ -21,6 +21,15 @@ def test_it_is_the_best_approximation(shape, rank):
     assert (found.product() - best).norm() <= 1e-6
     assert torch.allclose(found.u.norm(dim=0).double(), s[:rank], rtol=1e-5)
     assert torch.allclose(found.v @ found.v.T, torch.eye(rank), atol=1e-5)
+
+
+def test_what_adds_nothing_is_no_larger_than_the_rest():
+    u = torch.tensor([[2.0, 0.0, 3.0], [0.0, 0.0, 4.0]])
+    v = torch.tensor([[8.0, 0.0], [3e6, 4e6], [0.0, 0.0]])
+    found = LowRank(u, v).balanced()
+    torch.testing.assert_close(found.u.norm(dim=0), torch.tensor([4.0, 0.0, 4.0]))
+    torch.testing.assert_close(found.v.norm(dim=1), torch.tensor([4.0, 4.0, 0.0]))
+    torch.testing.assert_close(found.product(), u @ v)
 
 
 @pytest.mark.parametrize("shape", [(12, 8), (8, 12)])

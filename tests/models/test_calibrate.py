@@ -8,6 +8,7 @@ from transformers.models.llama import modeling_llama
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.distributed import ALONE
+from hasslefree.models import calibrate
 from hasslefree.models.activations import Activations
 from hasslefree.models.calibrate import PANEL, MomentSums, gather, with_batching
 from hasslefree.models.calls import BlockCall
@@ -30,6 +31,15 @@ def test_the_gram_of_bfloat16_inputs_is_that_of_their_values():
     assert gram.matrix.dtype == torch.float32
     assert ((gram.matrix.double() - exact) / torch.outer(norms, norms)).abs().max() < 1e-6
     torch.testing.assert_close(gram.mean.double(), rows.double().mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_a_torch_without_wide_products_of_bfloat16_sums_in_float32(monkeypatch):
+    """Oracle: float64."""
+    monkeypatch.setattr(calibrate, "WIDE_PRODUCTS", False)
+    rows = torch.randn(600, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    total = torch.zeros(8, 8)
+    calibrate._add_square(total, rows)
+    torch.testing.assert_close(total.double(), rows.double().T @ rows.double(), rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize(("column", "offset"), [(0, 0.0), (0, 9.0), (3, 9.0)])

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from unittest.mock import Mock
 
+import accelerate
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -15,6 +16,7 @@ from hasslefree import Recipe, SparseLowRankLinear
 from hasslefree.errors import BudgetError, CalibrationError, MemoryShortError, ModelError, OutputError, RecipeError
 from hasslefree.models import precision
 from hasslefree.pipeline import compress as module
+from hasslefree.pipeline.inputs import token_ids
 from hasslefree.pipeline.text import draw, read_texts
 from hasslefree.recipe.resolve import with_defaults
 from hasslefree.texts.segments import draw_segments
@@ -260,6 +262,9 @@ def test_a_pruner_alone_refuses_the_rank_that_a_ratio_gives(tmp_path):
         (torch.arange(16), "segments must be a tensor of integer token ids"),
         (torch.zeros(2, 1, dtype=torch.int64), "seqlen at least 2"),
         (torch.zeros(2, 16), "segments must be a tensor of integer token ids"),
+        (torch.zeros(2, 16, dtype=torch.bool), "segments must be a tensor of integer token ids"),
+        (torch.zeros(2, 16, dtype=torch.complex64), "segments must be a tensor of integer token ids"),
+        (torch.full((2, 16), 64, dtype=torch.uint8), r"vocabulary \(0 to 63\)"),
         (torch.full((2, 16), 64), r"vocabulary \(0 to 63\)"),
         (torch.full((2, 16), -1), r"vocabulary \(0 to 63\)"),
     ],
@@ -267,6 +272,17 @@ def test_a_pruner_alone_refuses_the_rank_that_a_ratio_gives(tmp_path):
 def test_segments_that_are_none(tokens, message, tmp_path):
     with pytest.raises(CalibrationError, match=message):
         hasslefree.compress(build("llama"), tmp_path / "out", Recipe(method="wanda"), segments=tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint16])
+def test_token_ids_of_every_integer_dtype_are_taken(dtype):
+    assert torch.equal(token_ids(segments().to(dtype)), segments())
+
+
+def test_a_loaded_model_that_is_offloaded_is_refused(tmp_path):
+    model = accelerate.cpu_offload(build("llama"))
+    with pytest.raises(ModelError, match="is offloaded, or spread over several devices; give its name or folder"):
+        hasslefree.compress(model, tmp_path / "out", Recipe(method="wanda"), segments=segments())
 
 
 def test_a_loaded_model_keeps_its_dtype(tmp_path):

@@ -100,12 +100,14 @@ def test_a_weight_without_entries_is_an_error(shape, method):
         hasslefree.decompose(torch.zeros(shape), None, "2:4", 0, method=method)
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.int32, torch.int8, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.complex64, torch.complex128, torch.int32, torch.int8, torch.bool, torch.float8_e4m3fn]
+)
 def test_a_weight_that_is_not_of_floats_is_an_error(dtype):
     """The imaginary part of a complex weight was dropped without a word, and a bool weight became bools again."""
     weight = torch.ones(4, 8).to(dtype)
     name = str(dtype).removeprefix("torch.")
-    with pytest.raises(ShapeError, match=f"weight must be of a floating dtype, got {name}; convert it"):
+    with pytest.raises(ShapeError, match=f"weight must be of a floating dtype of at least 16 bits, got {name}"):
         hasslefree.decompose(weight, None, "2:4", 1)
 
 

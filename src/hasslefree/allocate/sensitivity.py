@@ -263,7 +263,8 @@ class ProbedLayer:
 
     def changed(self, pattern: Pattern, grid: Grid | None) -> Tensor:
         """S of `probe_method`: (out, in), in the working dtype, the same in all processes."""
-        kept = torch.empty_like(self.weight, dtype=self.gram.matrix.dtype)
+        # Contiguous, as NCCL wants it; the weight of an expert may be a transposed view.
+        kept = self.weight.new_empty(self.weight.shape, dtype=self.gram.matrix.dtype)
         if self.owner == self.world.rank:
             weight = self.weight.to(kept.dtype)
             method = probe_method(grid)

@@ -112,8 +112,10 @@ def quantised(
         dtype: the dtype of the scales, which is the model's.
     """
     balanced = low_rank.balanced()
+    # A row beside a column of zeros adds nothing, and mixing would spread it over all codes.
+    counts = balanced.u.norm(dim=0) > 0
     mixing = hartley(low_rank.rank, weight.device)
-    v = nearest(mixing @ balanced.v.double(), dtype)
+    v = nearest(mixing @ (balanced.v * counts.unsqueeze(1)).double(), dtype)
     rounded_v = v.values().to(weight.dtype)
     image = gram.matrix @ rounded_v.T
     norm = positive_definite((rounded_v @ image).double())
@@ -140,7 +142,7 @@ def positive_definite(norm: Tensor) -> Tensor:
     """
     values, vectors = eigh(norm)
     largest = float(values[-1])
-    if largest <= 0:
+    if not largest > 0:  # also for NaN, which the caller finds in the loss
         return torch.eye(len(norm), dtype=norm.dtype, device=norm.device)
     return vectors * values.clamp_min(FLOOR * largest) @ vectors.T
 

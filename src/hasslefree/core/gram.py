@@ -184,13 +184,14 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def check_floating(name: str, tensor: Tensor) -> None:
-    """Raise ShapeError unless a tensor is of a floating dtype.
+    """Raise ShapeError unless a tensor is of a floating dtype of at least 16 bits.
 
     Args:
         name: the argument that holds the tensor.
     """
-    if not tensor.is_floating_point():
+    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
         raise ShapeError(
-            f"{name} must be of a floating dtype, got {dtype_name(tensor)}; convert it first, such"
-            f" as {name}.float() (of a complex tensor, choose its real part: {name}.real)"
+            f"{name} must be of a floating dtype of at least 16 bits, got {dtype_name(tensor)};"
+            f" convert it first, such as {name}.float() (of a complex tensor, choose its real part:"
+            f" {name}.real)"
         )

@@ -29,12 +29,20 @@ class LowRank:
 
     def balanced(self) -> "LowRank":
         """The same product with ‖column of u‖ = ‖row of v‖, which keeps both factors within the
-        range of a narrow dtype.
+        range of a narrow dtype. What is beside zeros adds nothing to the product, and gets the
+        largest of these norms, or 1.
         """
         u_norms = self.u.norm(dim=0)
         v_norms = self.v.norm(dim=1)
-        scale = torch.where((u_norms > 0) & (v_norms > 0), (v_norms / u_norms).sqrt(), 1.0)
-        return LowRank(self.u * scale, self.v / scale.unsqueeze(1))
+        counts = (u_norms > 0) & (v_norms > 0)
+        norms = (u_norms * v_norms).sqrt()[counts]
+        largest = norms.amax() if len(norms) else u_norms.new_ones(())
+        scale = (v_norms / u_norms).sqrt()
+        u_scale = torch.where(counts, scale, largest / u_norms)
+        v_scale = torch.where(counts, scale, v_norms / largest)
+        u = self.u * torch.where(u_norms > 0, u_scale, 1.0)
+        v = self.v / torch.where(v_norms > 0, v_scale, 1.0).unsqueeze(1)
+        return LowRank(u, v)
 
     def to(self, dtype: torch.dtype) -> "LowRank":
         return LowRank(self.u.to(dtype), self.v.to(dtype))

@@ -253,6 +253,10 @@ class Collector:
             raise Stop
 
 
+# Products of bfloat16 in float32, which torch has since 2.8.
+WIDE_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype")
+
+
 def widest_dtype(device: torch.device) -> torch.dtype:
     """The dtype of sums over tokens: float64, which Apple's GPUs do not have."""
     if device.type == "mps":
@@ -268,8 +272,10 @@ def _add_square(total: Tensor, rows: Tensor) -> None:
         for panel, _ in _panels(total):
             left = rows[:, panel].T
             right = rows[:, panel.start :]
-            if rows.dtype == torch.bfloat16:
+            if rows.dtype == torch.bfloat16 and WIDE_PRODUCTS:
                 product = torch.mm(left, right, out_dtype=torch.float32)
+            elif rows.dtype == torch.bfloat16:
+                product = torch.mm(left.float(), right.float())
             else:
                 product = torch.mm(left, right)
             total[panel, panel.start :].add_(product)

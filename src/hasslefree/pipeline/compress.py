@@ -26,7 +26,7 @@ from hasslefree.models.weights import Weights
 from hasslefree.pipeline.allocation import allocate
 from hasslefree.pipeline.block import compress_blocks
 from hasslefree.pipeline.held_out import Check
-from hasslefree.pipeline.inputs import check_segments, open_model, target_of
+from hasslefree.pipeline.inputs import check_segments, open_model, target_of, token_ids
 from hasslefree.pipeline.job import Job, PlannedModel
 from hasslefree.pipeline.metadata import configuration, described, recorded, write_rest
 from hasslefree.pipeline.preflight import preflight
@@ -157,7 +157,7 @@ def compress(
             texts = read_texts(loaded, tokenizer, resolved, target)
             segments = draw(loaded, tokenizer, resolved, texts, phases, target)
         else:
-            segments = segments.clone()  # an inference tensor cannot be saved for a gradient
+            segments = token_ids(segments)
         check_segments(loaded, segments, world)
         samples, seqlen = segments.shape
         setup = Setup(

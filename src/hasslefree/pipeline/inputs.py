@@ -36,8 +36,28 @@ def target_of(model: str | Path | PreTrainedModel, device: str | None) -> torch.
         device: None for the GPU if there is one.
     """
     if isinstance(model, PreTrainedModel):
+        places = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
+        if len(places) > 1 or model.device.type == "meta":
+            raise ModelError(
+                "the loaded model is offloaded, or spread over several devices; give its name or"
+                " folder instead, which is read block by block, or move it to one device"
+            )
+        check_float64(model.device)
         return model.device
-    return resolve_device(device or local_device())
+    resolved = resolve_device(device or local_device())
+    check_float64(resolved)
+    return resolved
+
+
+def check_float64(device: torch.device) -> None:
+    """Raise a ModelError if a device, such as Apple's GPU, has no float64."""
+    try:
+        torch.zeros(1, device=device, dtype=torch.float64)
+    except (TypeError, RuntimeError) as error:
+        raise ModelError(
+            f"the device {device} has no float64, which the solvers need; use"
+            f" {option('device', 'cpu')}"
+        ) from error
 
 
 def open_model(
@@ -99,19 +119,29 @@ def warn_of_dtype(model: PreTrainedModel) -> None:
         )
 
 
-def check_segments(model: PreTrainedModel, segments: Tensor, world: World) -> None:
-    """Check calibration segments.
+def token_ids(segments: Tensor) -> Tensor:
+    """A copy of calibration segments that were given, in int64.
 
     Raises:
-        CalibrationError: they are not (samples, seqlen) tokens of the model, at least one segment
-            per process.
+        CalibrationError: they are not integers of shape (samples, seqlen).
     """
     has_shape = segments.ndim == 2 and len(segments) >= 1 and segments.shape[1] >= 2
-    if not has_shape or segments.is_floating_point():
+    is_integer = not (
+        segments.is_floating_point() or segments.is_complex() or segments.dtype == torch.bool
+    )
+    if not (has_shape and is_integer):
         raise CalibrationError(
             "segments must be a tensor of integer token ids of shape (samples, seqlen), seqlen at"
             f" least 2; got {segments.dtype} of shape {tuple(segments.shape)}"
         )
+    # An inference tensor could not be saved for a gradient.
+    return segments.to(torch.int64, copy=True)
+
+
+def check_segments(model: PreTrainedModel, segments: Tensor, world: World) -> None:
+    """Check that calibration segments (samples, seqlen) hold tokens of the model, and that there is
+    one for each process; a CalibrationError otherwise.
+    """
     if len(segments) < world.size:
         raise CalibrationError(
             f"{world.size} processes need at least {world.size} calibration segments, and there are"
