@@ -67,6 +67,17 @@ def at_two_four(content: Content) -> Iterable[Row]:
         yield row | {"flags": FLAGS.get(row["name"], f"`--method {row['name']}`")}
 
 
+def by_tokens(content: Content) -> Iterable[Row]:
+    """What `best` reaches on a mixture of texts, by the tokens that it trained on."""
+    names = [name for name in content["results"] if name.endswith((TOKENS, ", mixture"))]
+    rows = []
+    for row in measured(content, names):
+        [found] = content["results"][row["name"]].values()
+        flags = "`--minutes 60`" if row["name"].startswith("an hour") else "`--effort best`"
+        rows.append(row | {"flags": flags, "tokens": found["training"]["tokens"], "minutes": row["cpu_seconds"] / 60})
+    return sorted(rows, key=lambda row: row["minutes"])
+
+
 def on_few_tokens(content: Content) -> Iterable[Row]:
     """Each effort, with correlations shrunk and with all of them trusted."""
     for row in measured(content, [name for name in content["results"] if name != "dense"]):
@@ -204,6 +215,23 @@ TABLES: dict[str, tuple[Table, ...]] = {
             ),
             at_two_four,
             note=REAL_NOTE,
+        ),
+    ),
+    "training_tokens": (
+        Table(
+            "two_four",
+            f"python benchmarks/real_model.py two-four {MODEL} --mixture TEXT:SHARE% …",
+            (
+                ("2:4 + rank 30 in 8 bits", "{flags}"),
+                ("tokens of training", "{tokens:,}"),
+                ("perplexity increase: *", "{by_text[*]:.1f} %"),
+                ("all three", "{increase:.1f} %"),
+                ("CPU minutes", "{minutes:.0f}"),
+            ),
+            by_tokens,
+            note="SmolLM2-135M-Instruct, calibrated on {samples} × {seqlen} tokens of 40 % C4 and 60 % English news, "
+            "speeches and web pages, and trained on more of it; perplexity in windows of {window} tokens, {max_tokens} "
+            "tokens per text; on {where}.",
         ),
     ),
     "two_four_few": (

@@ -166,6 +166,17 @@ def test_a_rate_that_is_too_high_is_retreated_from_and_at_worst_the_model_is_as_
         assert torch.equal(tensor, before[name]), name
 
 
+@pytest.mark.parametrize(("first", "rate"), [(1.09, 0.0015), (1.11, 0.0005), (math.nan, 0.0005)])
+def test_training_goes_on_unless_the_first_validation_is_worse_by_a_tenth(first, rate, two_held_out, monkeypatch):
+    """Measured on SmolLM2: as before training at the first validation, and a seventh lower at the last."""
+    walk, reference, *_ = prepared("llama")
+    found = iter([1.0, first] + ([] if rate == 0.0015 else [1.0, 0.9]) + [0.8, 0.8, 0.8])
+    monkeypatch.setattr(Trainer, "validate", lambda self: next(found))
+    record = Trainer(walk, reference, Training(batch=32)).train(back_to(walk, state(walk)))
+    assert record["learning_rate"] == pytest.approx(rate)
+    assert record["after"] == 0.8
+
+
 def test_weights_that_become_nan_after_a_success_are_not_kept(two_held_out, monkeypatch):
     """The first validation is better than before, and NaN comes later."""
     walk, reference, *_ = prepared("llama")

@@ -24,7 +24,7 @@ class Training:
         warm_up: share of the steps over which the rate grows linearly; afterwards it falls along
             half a cosine to zero.
         retreats: how often training starts again with a third of the rate, if the first validation
-            shows no improvement: the effect of a step on the output grows with the width.
+            is much worse than none: the effect of a step on the output grows with the width.
         batch: tokens per step.
         validations: how often the model is validated during training.
     """

@@ -67,6 +67,11 @@ def reference_of(
     return Reference(segments, hidden, total, tokens)
 
 
+# What the first validation may have, over the divergence before training. It comes near the peak of
+# the learning rate, and the divergence falls most after that.
+TOLERATED = 1.1
+
+
 @dataclass
 class Attempt:
     """The mean divergences of a token during training, in nats. NaN counts as worse.
@@ -90,8 +95,8 @@ class Attempt:
         return self.history[-1] < self.before
 
     @property
-    def improved_at_first(self) -> bool:
-        return self.history[0] < self.before
+    def begins_well(self) -> bool:
+        return self.history[0] < TOLERATED * self.before
 
     def record(self, learning_rate: float) -> PredictionRecord:
         return PredictionRecord(
@@ -142,7 +147,7 @@ class Trainer:
         self.blocks = self.walk.blocks.modules
 
     def train(self, restore: Callable[[], None]) -> PredictionRecord:
-        """Train, with a lower learning rate if the first validation shows no improvement.
+        """Train, with a lower learning rate if the first validation is much worse than none.
 
         Args:
             restore: puts the blocks back as they are now.
@@ -173,7 +178,7 @@ class Trainer:
                     )
                 if not attempt.improved:
                     restore()
-                if attempt.improved_at_first and attempt.finite:
+                if attempt.begins_well and attempt.finite:
                     break
         return attempt.record(learning_rate)
 
@@ -208,7 +213,7 @@ class Trainer:
         """Train on the passes over the segments, or until the deadline.
 
         Args:
-            last: continue even if the first validation shows no improvement.
+            last: continue whatever the first validation shows.
             reached: called after each step with the steps or seconds so far.
 
         Raises:
@@ -243,7 +248,7 @@ class Trainer:
                     attempt.history[-1],
                     attempt.before,
                 )
-                if not attempt.finite or not (last or attempt.improved_at_first):
+                if not attempt.finite or not (last or attempt.begins_well):
                     break
         return attempt
 
