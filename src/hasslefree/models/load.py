@@ -269,8 +269,10 @@ def resolve_device(device: str | None) -> torch.device:
         resolved = torch.device(device or default)
         torch.zeros(1, device=resolved).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
+        # The next sentence lists all devices that torch has ever heard of.
+        reason, _, _ = first_line(error).partition(". ")
         raise ModelError(
-            f"device {device!r} cannot be used: {first_line(error)}; use {option('device', 'cpu')}"
+            f"device {device!r} cannot be used: {reason}; use {option('device', 'cpu')}"
         ) from None
     return resolved
 
