@@ -285,6 +285,19 @@ def test_a_loaded_model_that_is_offloaded_is_refused(tmp_path):
         hasslefree.compress(model, tmp_path / "out", Recipe(method="wanda"), segments=segments())
 
 
+def test_a_device_without_float64_is_refused(monkeypatch, tmp_path):
+    """As Apple's GPUs are; torch says it in these words."""
+
+    def zeros(*sizes, dtype=None, **options):
+        if dtype == torch.float64:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        return torch.empty(*sizes, dtype=dtype, **options).zero_()
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(ModelError, match="the device cpu has no float64, which the solvers need"):
+        hasslefree.compress(build("llama"), tmp_path / "out", Recipe(method="wanda"), segments=segments())
+
+
 def test_a_loaded_model_keeps_its_dtype(tmp_path):
     with pytest.raises(ModelError, match="recipe says bfloat16; cast the model first"):
         hasslefree.compress(

@@ -21,8 +21,6 @@ from hasslefree.texts.sources import PIECE, WIDEST
 # writes that of today.
 DAY = date(2024, 7, 26)
 _TODAY = re.compile(r"""strftime_now\((?P<quote>['"])(?P<format>.*?)(?P=quote)\)""")
-
-
 # A tokenizer of characters or of sequences may know one of them only.
 SHORT_TEXTS = ("1", "a", "A")
 
