@@ -109,7 +109,7 @@ TWO_FOUR: dict[str, dict[str, Any]] = {
     "best": EFFORTS["best"],
     "an hour": SETTING | {"minutes": 60},
     **TOKENS,
-    "an hour, 8-bit factors, mixture": CODED | {"minutes": 60, "match_predictions": 409_600, "mixed": True},
+    "an hour, 8-bit factors, mixture": CODED | {"minutes": 60, "mixed": True},
     **{name: RIVALS[name] for name in ("sparsegpt", "oats", "3basil")},
 }
 # The last one's divergences are measured, not estimated.
