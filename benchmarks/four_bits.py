@@ -136,7 +136,7 @@ MIXED: Rows = {
 # (--output).
 COARSE: dict[str, Any] = {"method": "joint-grid", "bits": 3, "group_size": 64, "scale_bits": 16, "effort": "fast"}
 FINE = COARSE | {"group_size": 16, "scale_bits": 4}
-# Trained, by default on 18,432 tokens. Not checked: that would undo what makes code worse, and code has a column.
+# Trained, by default on 49,152 tokens. Not checked: that would undo what makes code worse, and code has a column.
 TRAINED = FINE | {"rank": 0, "effort": "balanced", "check": False}
 EMBEDDING_DENSE: dict[str, Any] = {"leave_dense": ("*embed_tokens*",), "effort": "fast"}
 PARTS: Rows = {

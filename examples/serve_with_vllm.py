@@ -4,6 +4,7 @@ It needs vLLM, of a version that docs/howto/serve.md lists. `vllm serve compress
 """
 
 import sys
+from dataclasses import replace
 from importlib.resources import files
 
 from vllm import LLM, SamplingParams
@@ -13,7 +14,9 @@ import hasslefree
 if __name__ == "__main__":  # vLLM starts processes that import this file
     model = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
     text = str(files("hasslefree.demo") / "calibration.jsonl")  # a small text of the package; real models need none
-    recipe = hasslefree.Recipe(pattern="2:4", rank=16, effort="fast", calibration=text, samples=16, seqlen=256)
+    # The kernels of vLLM read 4 bits on every device. On a GPU, leave out bits and rank for the default size.
+    four_bits = hasslefree.Recipe(engine="vllm", bits=4, rank=0, effort="fast")
+    recipe = replace(four_bits, calibration=text, samples=16, seqlen=256)
     hasslefree.compress(model, "compressed", recipe, overwrite=True)
 
     llm = LLM("compressed")

@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -12,6 +14,8 @@ import hasslefree
 from hasslefree import Recipe
 from hasslefree.demo.run import CALIBRATION, MODEL
 from hasslefree.errors import ModelError
+from hasslefree.models.names import folder_of
+from tests.hub import Repository
 from tests.tiny_models import NO_TOKENIZER, ROTARY, build, logits, segments
 
 QUICK = Recipe(pattern="2:4", rank=2, method="eora")
@@ -41,6 +45,38 @@ def test_every_file_of_the_tokenizer_is_copied(tmp_path):
         found = {name: (tmp_path / folder / name).read_bytes() for name in given}
         assert found == given
         assert not (tmp_path / folder / "notes.txt").exists()
+
+
+SERVED = {
+    "preprocessor_config.json": b"{}",
+    "tokenizer.model": b"sentencepiece",
+    "README.md": b"---\nlicense: mit\n---\n",
+}
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["online", "without a connection at the end"])
+def test_a_name_on_the_hub_keeps_as_much_as_a_folder(listed, tmp_path, hub):
+    """Oracle: the files of the repository."""
+    files = {path.name: path.read_bytes() for path in MODEL.iterdir()}
+    hub.repositories["ada/base"] = Repository(files | SERVED)
+    folder = Path(huggingface_hub.snapshot_download("ada/base"))
+    if not listed:
+        hub.fails["api/models"] = 503
+    blocks = ("*.0.*", "*.1.*", "*.2.*")
+    recipe = Recipe(rank=0, method="wanda", leave_dense=blocks, calibration=str(CALIBRATION), samples=2, seqlen=32)
+    hasslefree.compress("ada/base", tmp_path / "out", recipe)
+    assert folder_of("ada/base") == folder
+    for name in ("preprocessor_config.json", "tokenizer.model"):
+        assert (tmp_path / "out" / name).read_bytes() == SERVED[name]
+    assert "license: mit" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_setting_that_transformers_refuses_to_save_does_not_lose_the_work(tmp_path):
+    model = build("llama")
+    model.config.top_k = 5
+    hasslefree.compress(model, tmp_path / "out", QUICK, segments=segments())
+    assert configuration(tmp_path / "out")["top_k"] == 5
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.num_hidden_layers == 2
 
 
 def test_keys_that_transformers_renames_stay(tmp_path):

@@ -27,7 +27,7 @@ from hasslefree.demo.run import CALIBRATION, MODEL
 from hasslefree.recipe import listing
 from hasslefree.recipe.fields import GROUPS, Fields
 from hasslefree.recipe.resolve import EFFORTS
-from hasslefree.solve import low_rank, methods, pruners
+from hasslefree.solve import low_rank, methods
 
 DOCS = Path(__file__).parents[2] / "docs" / "explanation"
 COMMANDS = typer.main.get_command(app).commands
@@ -121,16 +121,6 @@ def test_a_brief_help_fits_two_screens_and_names_every_option(name):
     assert [option.opts[0] for option in COMMANDS[name].params if option.opts[0].upper() not in brief.upper()] == []
     assert "Ridge on the diagonal" not in brief
     assert "Ridge on the diagonal" in invoke(name, "--help")[1]
-
-
-@pytest.mark.parametrize(
-    ("table", "about"),
-    [(methods.METHODS, methods.ABOUT), (pruners.PRUNERS, pruners.ABOUT),
-     (low_rank.LOW_RANK_SOLVERS, low_rank.ABOUT)],
-    ids=["methods", "pruners", "solvers"],
-)  # fmt: skip
-def test_every_plug_in_has_a_line_and_a_reference(table, about):
-    assert about.keys() == table.keys()
 
 
 def test_every_effort_has_a_line():

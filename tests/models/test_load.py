@@ -1,6 +1,8 @@
 """Loading a model: its dtype, and the length of its segments."""
 
+import errno
 import json
+import os
 import re
 
 import pytest
@@ -11,8 +13,15 @@ from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import Recipe
-from hasslefree.errors import ModelError
-from hasslefree.models.load import load_config, load_model, resolve_device, resolve_seqlen
+from hasslefree.errors import ModelError, WriteError
+from hasslefree.models.load import (
+    load_config,
+    load_model,
+    load_on_disk,
+    load_shapes,
+    resolve_device,
+    resolve_seqlen,
+)
 from hasslefree.models.tokenizer import load_tokenizer
 from tests.hub import Repository
 from tests.tiny_models import NO_TOKENIZER, build, segments, tensors_of
@@ -47,6 +56,25 @@ def test_a_config_that_says_another_dtype_than_the_weights_have(stored, said, tm
         assert bool(re.search(message, caplog.text)) == warned
     before = sum(tensor.nbytes for tensor in tensors_of(folder).values())
     assert report.dense_bytes + report.other_bytes == before
+
+
+def test_a_config_without_a_dtype_has_that_of_the_weights(tmp_path):
+    build("llama", torch.bfloat16).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_model(str(tmp_path), device="cpu").dtype == torch.bfloat16
+    assert load_shapes(str(tmp_path)).dtype == torch.bfloat16
+
+
+def test_a_disk_that_is_too_small_for_converted_weights(tmp_path, monkeypatch):
+    def write(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("transformers.core_model_loading.offload_weight", write)
+    build("qwen3_moe").save_pretrained(tmp_path / "model")
+    with pytest.raises(WriteError, match=f"the disk of {tmp_path}.* is full: weights .* free some space"):
+        load_on_disk(str(tmp_path / "model"), "auto", tmp_path / "scratch")
 
 
 @pytest.mark.parametrize(

@@ -89,11 +89,13 @@ def test_code_of_a_model_is_run_on_request_alone(folder, tmp_path):
             load(str(folder))
     assert not mark.exists()
     (folder / "tokenizer_config.json").unlink()
+    (folder / "processing_own.py").write_text("# the code of a processor\n")
     report = hasslefree.compress(
         str(folder), tmp_path / "out", Recipe(rank=2, method="eora"), segments=segments(), tokenizer=TOKENIZER,
         device="cpu", trust_remote_code=True,
     )  # fmt: skip
     assert mark.exists()
+    assert (tmp_path / "out" / "processing_own.py").is_file()
     assert len(report.layers) == 14
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
     assert type(loaded).__name__ == "OwnModel"

@@ -478,7 +478,7 @@ def test_every_kind_of_layer_is_trained(kind, tmp_path, monkeypatch):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert {p.dtype for p in loaded.parameters()} == {getattr(torch, dtype)}
     given = divergence(dense.float(), loaded.float(), tokens[:1])
-    assert found["after"] == pytest.approx(given, rel=0.002 if dtype == "float32" else 0.5, abs=1e-7)
+    assert found["after"] == pytest.approx(given, rel=0.002 if dtype == "float32" else 0.05)
 
 
 class NoTokenizer:

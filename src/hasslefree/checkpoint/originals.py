@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +14,9 @@ from transformers import PretrainedConfig
 from transformers.utils.hub import cached_file
 
 from hasslefree.files import edited_json, read_json
+from hasslefree.models.names import folder_of
+
+logger = logging.getLogger(__name__)
 
 # The files of tokenizers, and of processors. A program that is not transformers may read one that
 # transformers does not write, such as tokenizer.model.
@@ -28,8 +32,10 @@ TEXT_FILES = (
     "chat_template.*",
 )
 PROCESSOR_FILES: tuple[str, ...] = ("*processor_config.json",)
+# Code of tokenizers and processors that comes with a model.
+CODE_FILES = ("*.py",)
 # Weights and code that the patterns above would match.
-OTHER_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.py")
+OTHER_FILES = ("*.safetensors", "*.bin", "*.gguf", *CODE_FILES)
 # Keys of config.json that describe the folder that was written, not the original.
 OF_THE_FOLDER = ("quantization_config", "transformers_version", "auto_map", "_name_or_path")
 
@@ -40,7 +46,8 @@ def original_file(model: str, name: str) -> Path | None:
     options = {f"_raise_exceptions_for_{error}": False for error in errors}
     try:
         file = cached_file(model, name, **options)
-    except OSError:
+    except Exception as error:  # of transformers, the hub, the network or a proxy
+        logger.warning("%s of %s could not be read: %s", name, model, error)
         return None
     if file:
         return Path(file)
@@ -56,10 +63,11 @@ def copy_original_files(
 
     Args:
         model: a local folder, or a hub name.
-        patterns: of their names: `TEXT_FILES`, `PROCESSOR_FILES`.
+        patterns: of their names: `TEXT_FILES`, `PROCESSOR_FILES`, `CODE_FILES`.
     """
+    others = [pattern for pattern in OTHER_FILES if pattern not in patterns]
     wanted = filter_repo_objects(
-        file_names(model), allow_patterns=list(patterns), ignore_patterns=list(OTHER_FILES)
+        file_names(model), allow_patterns=list(patterns), ignore_patterns=others
     )
     for name in wanted:
         if (folder / name).exists():
@@ -70,14 +78,20 @@ def copy_original_files(
 
 
 def file_names(model: str) -> Iterable[str]:
-    """The names of the files at the top of a local folder or of a repository of the hub."""
-    if Path(model).is_dir():
-        return sorted(path.name for path in Path(model).iterdir() if path.is_file())
-    try:
-        names = huggingface_hub.list_repo_files(model)
-    except Exception:  # without a network, or a repository that is gone: requests raise anything
+    """The names of the files at the top of a local folder or of a repository of the hub; without a
+    network, of those in the hub's cache.
+    """
+    if not Path(model).is_dir():
+        try:
+            names = huggingface_hub.list_repo_files(model)
+        except Exception:  # or a repository that is gone: requests raise anything
+            pass
+        else:
+            return [name for name in names if "/" not in name]
+    folder = folder_of(model)
+    if folder is None:
         return ()
-    return [name for name in names if "/" not in name]
+    return sorted(path.name for path in folder.iterdir() if path.is_file())
 
 
 def read_configuration(model: str) -> dict[str, Any]:

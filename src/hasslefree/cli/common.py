@@ -186,7 +186,7 @@ LIBRARIES = "Print the versions of hasslefree, Python, torch and transformers."
 VERSIONS = flag(
     None, LIBRARIES, "--version", callback=print_versions, is_eager=True, show_default=False
 )
-# `ending.report` looks for --verbose.
+# `exits.report` looks for --verbose.
 VERBOSE = flag(
     None, "Show tracebacks too (default: off).", "--verbose", expose_value=False, show_default=False
 )

@@ -232,8 +232,7 @@ def plan(
     """Show the memory, disk and time that `compress` would take.
 
     The options are those of `compress`. For a size (the default), MODEL and the calibration text
-    are read to choose bits and ranks; otherwise, or with --allocate uniform, only the configuration
-    of MODEL.
+    are read to choose bits and ranks; otherwise, or with --allocate uniform, no weights are read.
     """
     from hasslefree.models.load import resolve_device
     from hasslefree.planning.setup import setup_of

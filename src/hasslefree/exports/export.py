@@ -1,5 +1,6 @@
 """Turn a compressed folder into one that needs no hasslefree."""
 
+import logging
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -40,11 +41,15 @@ from hasslefree.exports.gguf import SUFFIX, Files, write_gguf
 from hasslefree.exports.quantised import write_compressed_tensors, write_mlx
 from hasslefree.files import edited_json, read_json
 from hasslefree.models.load import auto_class, load_config, load_model
+from hasslefree.models.rules import by_kind
 from hasslefree.models.tokenizer import load_tokenizer
+from hasslefree.models.unloaded import unloaded_tensors, without_codes
 from hasslefree.packed.linear import compressed_layers
 from hasslefree.progress import LOADING, WRITING, Listener, Phases
 from hasslefree.recipe.engines import ENGINES
 from hasslefree.validation import typed
+
+logger = logging.getLogger(__name__)
 
 # (the model, changed in place; the folder to fill) → the folders with a model card, by its kind
 EXPORTS: dict[str, Callable[[PreTrainedModel, Target], dict[str, Path]]] = {
@@ -55,6 +60,8 @@ EXPORTS: dict[str, Callable[[PreTrainedModel, Target], dict[str, Path]]] = {
     "mlx": write_mlx,
     "gguf": write_gguf,
 }
+# Those with the tensors that transformers does not load; GGUF has what llama.cpp's converter takes.
+COPYING = ("dense", "gguf")
 # The engine whose files an export writes.
 ENGINE_OF = {"compressed-tensors": "vllm", "mlx": "mlx", "gguf": "llama.cpp"}
 # Such as 5GB; not 0GB.
@@ -119,6 +126,7 @@ def export(
                 dense = dense_template(source, template, converter, workspace, config.dtype)
                 opened = stack.enter_context(dense)
             model = load_model(str(source), "auto", "cpu", trust_remote_code)
+            warn_of_left_out(model, to)
         auto = auto_class(model.config).__name__
         # Compressed folders have transformers' own names; the export has those that checkpoints of
         # the family have.
@@ -134,6 +142,20 @@ def export(
             folders = EXPORTS[to](model, Target(part, final, max_shard_size, opened))
             if files is None:
                 copy_rest(source, part, folders, auto, model.config, trust_remote_code)
+
+
+def warn_of_left_out(model: PreTrainedModel, to: str) -> None:
+    """Warn of tensors that transformers does not load, such as layers that predict further tokens,
+    where an export does not copy them.
+    """
+    if to in COPYING:
+        return
+    if left_out := by_kind(without_codes(unloaded_tensors(model))):
+        logger.warning(
+            "left out of %s, because transformers does not load them: %s; dense would have them",
+            to,
+            ", ".join(left_out),
+        )
 
 
 def check_options(to: str, max_shard_size: str, options: Mapping[str, object]) -> None:

@@ -23,7 +23,7 @@ from hasslefree.models.blocks import find_blocks, head_unit
 from hasslefree.models.ends import find_ends
 from hasslefree.models.experts import experts_of, fuse_experts, split_experts
 from hasslefree.models.sites import find_sites
-from hasslefree.models.unloaded import unloaded_tensors
+from hasslefree.models.unloaded import unloaded_tensors, without_codes
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
 
 # u: (out, r) and v: (r, in) of the layers that have them.
@@ -108,7 +108,8 @@ def write_dense(model: PreTrainedModel, target: Target) -> dict[str, Path]:
     """Write the model, which is changed in place, with S + u v as its weights; gives the folder by
     its kind.
     """
-    copied = {name: tensor.read() for name, tensor in unloaded_tensors(model).items()}
+    unloaded = without_codes(unloaded_tensors(model))
+    copied = {name: tensor.read() for name, tensor in unloaded.items()}
     make_plain(model, summed)
     tensors = model.state_dict() | copied
     target.save(model, target.folder, tensors)

@@ -1,7 +1,10 @@
 """Load a causal language model from a hub name or a local folder."""
 
+import errno
 import inspect
 import logging
+import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,10 +21,17 @@ from transformers import (
 from transformers.models.auto import modeling_auto
 from transformers.quantizers.auto import AutoQuantizationConfig
 
-from hasslefree.errors import CheckpointError, HasslefreeError, ModelError, UnknownNameError, option
-from hasslefree.files import stored_tensors, weight_files
+from hasslefree.errors import (
+    CheckpointError,
+    HasslefreeError,
+    ModelError,
+    UnknownNameError,
+    WriteError,
+    option,
+)
+from hasslefree.files import has_weights, stored_tensors, weight_files
 from hasslefree.models.calls import replaced
-from hasslefree.models.names import check_name
+from hasslefree.models.names import check_name, folder_of
 from hasslefree.validation import Dtype
 
 # For each type of model: the class that takes text alone, and the one that also takes images or
@@ -185,36 +195,89 @@ def load_shapes(
     dtype: str = "auto",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Build a model with all parameters on the meta device. No weight file is read."""
+    """Build a model with all parameters on the meta device. No values of weights are read.
+
+    Its `name_or_path` is the folder of its files, if they are on this machine.
+    """
     config = load_config(name, trust_remote_code)
-    chosen = config.dtype or torch.float32
+    folder = folder_of(name)
+    chosen = config.dtype or config.get_text_config(decoder=True).dtype or stored_dtype(folder)
     if dtype != "auto":
         chosen = getattr(torch, dtype)
     with (
         loading(f"the model {name!r} could not be built from its config.json", DOWNLOAD_AGAIN),
         torch.device("meta"),
     ):
-        return auto_class(config).from_config(
+        model: PreTrainedModel = auto_class(config).from_config(
             config, dtype=chosen, trust_remote_code=trust_remote_code
         )
+    model.name_or_path = str(folder or name)
+    return model
+
+
+def stored_dtype(folder: Path | None) -> torch.dtype:
+    """The dtype of most numbers in the files of a model; float32 without files."""
+    if folder is None or not has_weights(folder):
+        return torch.float32
+    numbers: Counter[torch.dtype] = Counter()
+    for tensor in stored_tensors(weight_files(folder)).values():
+        if tensor.meta.is_floating_point():
+            numbers[tensor.meta.dtype] += tensor.meta.numel()
+    return max(numbers, key=lambda dtype: numbers[dtype], default=torch.float32)
 
 
 def load_on_disk(
-    name: str, dtype: str, folder: Path, trust_remote_code: bool = False
+    name: str, dtype: str, scratch: Path, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """Load a model in evaluation mode and leave its parameters in files.
 
-    folder: for parameters that are converted to another dtype; it must last as long as the model.
+    Args:
+        scratch: a folder for parameters that are converted; it must last as long as the model.
+
+    Returns:
+        The model, whose `name_or_path` is the folder of its files.
+
+    Raises:
+        WriteError: the disk of the scratch folder is full.
     """
     # accelerate warns that weights stay on the disk, which is wanted here.
     with replaced(logging.getLogger("accelerate.big_modeling"), "disabled", True):
-        return _from_pretrained(
-            name,
-            trust_remote_code,
-            dtype=dtype,
-            device_map={"": "disk"},
-            offload_folder=str(folder),
-        )
+        try:
+            model = _from_pretrained(
+                name,
+                trust_remote_code,
+                dtype=dtype,
+                device_map={"": "disk"},
+                offload_folder=str(scratch),
+            )
+        except CheckpointError as error:
+            if os.strerror(errno.ENOSPC) not in error.message:
+                raise
+            raise WriteError(
+                f"the disk of {scratch} is full: weights that are stored in another form are"
+                " converted and kept there during the run; free some space"
+            ) from error
+    model.name_or_path = str(weights_folder(model, scratch) or folder_of(name))
+    return model
+
+
+def weights_folder(model: PreTrainedModel, scratch: Path) -> Path | None:
+    """The folder of the files from which a model on the disk is read; None if all of its parameters
+    were converted.
+
+    For a name on the hub, it may be another revision than that of the configuration: if there are
+    pickle files alone, transformers reads those that the hub converted.
+    """
+    for module in model.modules():
+        # accelerate keeps the files of all parameters in the hook of each module.
+        stored = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
+        if stored is None:
+            continue
+        for entry in stored.dataset.index.values():
+            folder = Path(entry["safetensors_file"]).parent
+            if folder != scratch:
+                return folder
+    return None
 
 
 def _from_pretrained(name: str, trust_remote_code: bool, **options: Any) -> PreTrainedModel:

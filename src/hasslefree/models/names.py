@@ -95,6 +95,21 @@ def hub_refusal(name: str, error: Exception) -> str:
     )
 
 
+def folder_of(name: str) -> Path | None:
+    """The folder that holds the config.json of a model: a local one, or one in the hub's cache;
+    None if neither does.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        file = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:  # the name of a class, or a path that is gone
+        return None
+    if isinstance(file, str):
+        return Path(file).parent
+    return None
+
+
 def recorded_name(name: str) -> str:
     """The name on the hub of a snapshot in its cache; any other name as it is."""
     parts = Path(name).parts

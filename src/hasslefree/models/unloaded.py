@@ -9,9 +9,8 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-from transformers.utils.hub import cached_file
 
-from hasslefree.files import StoredTensor, stored_tensors, weight_files
+from hasslefree.files import StoredTensor, has_weights, stored_tensors, weight_files
 from hasslefree.models.experts import SplitExperts
 
 # What a checkpoint in fp8 or mxfp4 holds of a weight that is dequantised as it is loaded.
@@ -31,17 +30,27 @@ def weight_of(name: str) -> str:
     return name
 
 
+def copied_bytes(model: PreTrainedModel) -> int:
+    """The size of the tensors that are copied from the files of a model; 0 if it is in memory, or
+    its files are not on this machine.
+    """
+    is_on_disk = any(parameter.is_meta for parameter in model.parameters())
+    if not is_on_disk or not has_weights(Path(model.name_or_path)):
+        return 0
+    copied = without_codes(unloaded_tensors(model))
+    return sum(tensor.meta.nbytes for tensor in copied.values())
+
+
 def unloaded_tensors(model: PreTrainedModel) -> dict[str, StoredTensor]:
     """Find the tensors in the folder of a model that belong to no parameter or buffer of it, but
     for `CONSTANTS`.
 
-    model: loaded by its name, a folder or a name on the hub. Its experts may be split.
+    Args:
+        model: its `name_or_path` is the folder. Its experts may be split.
 
     Returns:
         The tensors by their names in the files.
     """
-    config = cached_file(str(model.name_or_path), "config.json")
-    assert config is not None  # it raises an error if there is none
     names: dict[str, Any] = dict(model.state_dict())
     names.update(model.named_buffers())  # also those that are computed, not stored
     for path, module in model.named_modules():
@@ -52,7 +61,7 @@ def unloaded_tensors(model: PreTrainedModel) -> dict[str, StoredTensor]:
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     unloaded = {}
-    for name, tensor in stored_tensors(weight_files(Path(config).parent)).items():
+    for name, tensor in stored_tensors(weight_files(Path(model.name_or_path))).items():
         weight = weight_of(name)
         renamed, _ = rename_source_key(
             weight, renamings, converters, model.base_model_prefix, meta_state_dict=names
@@ -61,3 +70,11 @@ def unloaded_tensors(model: PreTrainedModel) -> dict[str, StoredTensor]:
         if not loaded and not CONSTANTS.search(name):
             unloaded[name] = tensor
     return unloaded
+
+
+def without_codes(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors but for weights in fp8 or mxfp4 and their scales: a folder that is written is not
+    in these formats.
+    """
+    coded = {weight_of(name) for name in tensors if weight_of(name) != name}
+    return {name: tensor for name, tensor in tensors.items() if weight_of(name) not in coded}

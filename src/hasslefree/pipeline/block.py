@@ -31,7 +31,7 @@ from hasslefree.models.experts import every_expert_called, experts_of
 from hasslefree.models.precision import computing, solving
 from hasslefree.models.rules import by_kind
 from hasslefree.models.sites import find_sites
-from hasslefree.models.unloaded import unloaded_tensors
+from hasslefree.models.unloaded import unloaded_tensors, without_codes
 from hasslefree.models.walk import Visit
 from hasslefree.pipeline.ends import compress_ends, replace_ends, stored_ends, use_ends
 from hasslefree.pipeline.held_out import Check
@@ -187,11 +187,18 @@ def write_outside(
 def copied_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Read the tensors of the checkpoint that transformers does not load, which are copied."""
     unloaded = unloaded_tensors(model)
-    if unloaded:
+    copied = without_codes(unloaded)
+    if copied:
         logger.info(
-            "not loaded by transformers, copied as they are: %s", ", ".join(by_kind(unloaded))
+            "not loaded by transformers, copied as they are: %s", ", ".join(by_kind(copied))
         )
-    return {name: tensor.read() for name, tensor in unloaded.items()}
+    if len(copied) < len(unloaded):
+        left_out = [name for name in unloaded if name not in copied]
+        logger.warning(
+            "not loaded by transformers, and left out, because they are quantised: %s",
+            ", ".join(by_kind(left_out)),
+        )
+    return {name: tensor.read() for name, tensor in copied.items()}
 
 
 def part_file(part: int, blocks: int, last: bool = True) -> str:

@@ -1,18 +1,15 @@
 """Open a model, by name or as it was loaded, and check calibration segments."""
 
 import logging
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils.hub import cached_file
 
 from hasslefree.distributed import World, local_device
 from hasslefree.errors import CalibrationError, ModelError, option
-from hasslefree.files import stored_tensors, weight_files
 from hasslefree.models.experts import split_experts
 from hasslefree.models.load import (
     check_ids,
@@ -23,6 +20,7 @@ from hasslefree.models.load import (
     refuse_compressed,
     resolve_device,
     resolve_seqlen,
+    stored_dtype,
 )
 from hasslefree.models.tokenizer import load_tokenizer
 
@@ -102,13 +100,7 @@ def warn_of_dtype(model: PreTrainedModel) -> None:
     """
     if quantization(model.config):
         return
-    config = cached_file(str(model.name_or_path), "config.json")
-    assert config is not None  # it raises an error if there is none
-    numbers: Counter[torch.dtype] = Counter()
-    for tensor in stored_tensors(weight_files(Path(config).parent)).values():
-        if tensor.meta.is_floating_point():
-            numbers[tensor.meta.dtype] += tensor.meta.numel()
-    stored = max(numbers, key=lambda dtype: numbers[dtype])
+    stored = stored_dtype(Path(model.name_or_path))
     if stored != model.dtype and stored.itemsize > 1:
         logger.warning(
             "the weights are stored in %s, but config.json says %s, in which the model is run,"

@@ -13,6 +13,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from hasslefree.checkpoint.card import FIGURE, base_licence, model_card
 from hasslefree.checkpoint.journal import FinishedPart, Progress
 from hasslefree.checkpoint.originals import (
+    CODE_FILES,
     PROCESSOR_FILES,
     TEXT_FILES,
     as_json,
@@ -25,6 +26,7 @@ from hasslefree.checkpoint.record import Record, versions
 from hasslefree.models.blocks import other_modalities
 from hasslefree.models.ends import asked
 from hasslefree.models.load import auto_class
+from hasslefree.models.names import folder_of
 from hasslefree.pipeline.job import Job
 from hasslefree.pipeline.text import Texts, first_tokens
 from hasslefree.units import significant
@@ -99,7 +101,7 @@ def write_rest(folder: Path, job: Job, parts: list[FinishedPart], report: Record
     model = job.walk.model
     tokenizer = job.tokenizer
     # A model that was created in memory has no files, and the hub is not searched for them.
-    has_files = Path(report.model).is_dir() or bool(getattr(model.config, "_commit_hash", None))
+    has_files = folder_of(report.model) is not None
     write_configuration(folder, model, parts, report, has_files)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
@@ -107,6 +109,8 @@ def write_rest(folder: Path, job: Job, parts: list[FinishedPart], report: Record
         patterns = PROCESSOR_FILES
         if getattr(tokenizer, "name_or_path", None) == report.model:
             patterns += TEXT_FILES
+        if model.is_remote_code():
+            patterns += CODE_FILES
         copy_original_files(report.model, folder, patterns)
     (folder / "compression.json").write_text(report.to_json(), encoding="utf-8")
     write_card(folder, model, report, has_files)
@@ -151,10 +155,13 @@ def write_configuration(
     config.architectures = [type(model).__name__]
     if model.is_remote_code():
         custom_object_save(model, folder, config=config)  # type: ignore[arg-type]
-    config.save_pretrained(folder)
+    # Not `save_pretrained`, here and below: it refuses inconsistent settings, and all the work
+    # would be lost.
+    if config._auto_class is not None:
+        custom_object_save(config, folder, config=config)
+    config.to_json_file(folder / "config.json")
     restore_keys(folder / "config.json", original, config)
     if model.can_generate():
-        # Not `save_pretrained`: it refuses inconsistent settings, and all the work would be lost.
         path = folder / "generation_config.json"
         model.generation_config.to_json_file(path, keys_to_pop=["compile_config"])
 

@@ -37,7 +37,7 @@ def whole_model(model: PreTrainedModel, device: torch.device) -> PreTrainedModel
     check_memory(model, device)
     own_code = type(model).__module__.startswith("transformers_modules")
     return load_model(
-        str(model.name_or_path), str(model.dtype).removeprefix("torch."), str(device), own_code
+        model.config._name_or_path, str(model.dtype).removeprefix("torch."), str(device), own_code
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
 
 from hasslefree.core.budgets import Budget
 from hasslefree.core.factors import check_factor_bits
@@ -28,6 +29,7 @@ from hasslefree.models.blocks import Blocks, find_blocks, head_unit
 from hasslefree.models.ends import End
 from hasslefree.models.experts import experts_of
 from hasslefree.models.rules import Matrix, Selection, select_ends, select_sites
+from hasslefree.models.unloaded import copied_bytes
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.recipe.engines import ENGINES, GROUP, fused_apart, type_like
 from hasslefree.recipe.resolve import FIXED_FROM, Resolved
@@ -521,11 +523,14 @@ def bytes_on_disk(model: torch.nn.Module, plan: Plan) -> int:
 
 
 def weights_on_disk(model: torch.nn.Module, plan: Plan) -> int:
-    """The size of all tensors of a model or a block in the files: what stays dense, and the packed
-    layers.
+    """The size of all tensors of a model or a block in the files: what stays dense, what is copied,
+    and the packed layers.
 
     Stored buffers count: each block of MiniMax has one of heads × 256 × 256 numbers.
     """
     # Tied parameters are one object under two names.
     stored = {id(tensor): tensor.nbytes for tensor in model.state_dict(keep_vars=True).values()}
-    return sum(stored.values()) + sum(matrix.size - matrix.dense_size for matrix in plan.matrices)
+    taken = sum(stored.values()) + sum(matrix.size - matrix.dense_size for matrix in plan.matrices)
+    if isinstance(model, PreTrainedModel):
+        taken += copied_bytes(model)
+    return taken

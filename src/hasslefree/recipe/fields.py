@@ -74,8 +74,9 @@ class Fields:
     a grid, and for a size or an engine unless the pattern prunes; otherwise joint)."""
     effort: Literal["fast", "balanced", "best"] | None = declared(None, LEVERS)
     """What is done besides decomposing single layers: fast (nothing), balanced (train the kept
-    values of all layers) or best (train longer, and move rank and bits between layers) (default:
-    balanced for joint and joint-grid, fast for other methods)."""
+    values of all layers; for a sparse S with L, also move rank between layers) or best (train
+    longer, and move rank and bits between layers) (default: balanced for joint and joint-grid, fast
+    for other methods)."""
     allocate: Allocate | None = declared(None, LEVERS)
     """Share of each layer in the bits, the rank and the non-zeros: uniform (the same for every
     layer), error (more for layers whose errors hurt predictions most) or owl (a higher ratio or
