@@ -14,8 +14,8 @@ import hasslefree
 if __name__ == "__main__":  # vLLM starts processes that import this file
     model = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
     text = str(files("hasslefree.demo") / "calibration.jsonl")  # a small text of the package; real models need none
-    # The kernels of vLLM read 4 bits on every device. On a GPU, leave out bits and rank for the default size.
-    four_bits = hasslefree.Recipe(engine="vllm", bits=4, rank=0, effort="fast")
+    # The kernels of vLLM read 4 bits on every device. On a GPU, leave out bits for the default size.
+    four_bits = hasslefree.Recipe(engine="vllm", bits=4, effort="fast")
     recipe = replace(four_bits, calibration=text, samples=16, seqlen=256)
     hasslefree.compress(model, "compressed", recipe, overwrite=True)
 

@@ -74,6 +74,15 @@ def test_going_on_gives_the_same_bytes(after, error, whole, tmp_path):
     assert len(report.layers) == 7 * BLOCKS
 
 
+def test_the_time_is_that_of_all_runs(tmp_path):
+    left = interrupted(tmp_path / "out", after=8)
+    progress = read_progress(left)
+    assert 0 < progress.seconds < 600
+    progress.seconds += 3600
+    progress.write(left)
+    assert 3600 < compress(tmp_path / "out", resume=True).seconds < 4200
+
+
 @pytest.mark.parametrize("bits", [None, 8])
 def test_going_on_with_s_on_a_grid(bits, tmp_path):
     """Oracle: a run that nothing interrupted."""

@@ -16,7 +16,7 @@ from hasslefree.distributed import ALONE
 from hasslefree.errors import BudgetError, HasslefreeError, OutputError, RecipeError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.pipeline.advise import advise
-from hasslefree.planning.plan import LayerPlan, digest, select, uniform_plans
+from hasslefree.planning.plan import LayerPlan, digest, make_plan, select, uniform_plans
 from hasslefree.recipe.resolve import DEFAULT_SIZE, with_defaults
 from hasslefree.units import Size
 from tests import oracles
@@ -155,6 +155,11 @@ def test_what_bits_and_ranks_lose():
     assert [one - later for one, later in itertools.pairwise(losses)] == pytest.approx(ladder.gains.tolist())
     assert all(each.size <= each.dense_size for each in steps)
     assert (steps[0].grid.bits, steps[0].rank) == (2, 0)
+    # A uniform plan may have a rank above those of the ladder: at most what the largest of them loses.
+    known = {each: losses[:9] for each, losses in options.losses.items()}
+    fewer = dataclasses.replace(options, losses=known)
+    plans = [LayerPlan.of((24, 32), DENSE, rank, torch.bfloat16, grid) for rank in (8, 24)]
+    assert [fewer.loss(each) for each in plans] == [options.loss(plans[0])] * 2
 
 
 def test_what_a_pruned_layer_loses():
@@ -310,11 +315,27 @@ def test_a_digest_tells_grids_apart():
         ("1GB", {}, r"the uncompressed model takes \d+\.\d kB, which is already within the size of 1\.0 GB"),
         ("16bits", {}, r"the uncompressed model takes 16 bits a weight, which"),
         ("8bits", {"pattern": "2:4"}, r"the least possible with method joint is 9bits \(2:4, rank 0\)"),
+        (
+            "9bits",
+            {"pattern": "unstructured", "sparsity": 0.02},
+            r"16\.68bits .* the uncompressed model takes less; use another pattern, or method='joint-grid'",
+        ),
     ],
 )
 def test_a_size_that_no_choice_reaches(size, fields, message):
     with pytest.raises(BudgetError, match=message):
         within(size, **fields | ({"group_size": None, "scale_bits": None} if "pattern" in fields else {}))
+
+
+def test_a_given_rank_on_a_matrix_that_is_narrower_is_that_of_its_plan():
+    """Or its bytes are not those for which there is room."""
+    layer, _ = probed(torch.randn(12, 32), torch.randn(200, 32), torch.randn(200, 12), Grid(4, 16, offset=True))
+    model = build("llama", torch.bfloat16, num_attention_heads=4, num_key_value_heads=1, head_dim=12)
+    resolved = Recipe(size="100kB", rank=20, **QUICK).resolve(with_text=False)
+    [plan] = {matrix for matrix in make_plan(select(find_blocks(model), resolved), resolved, 20).layers
+              if matrix.shape == (12, 32)}  # fmt: skip
+    options, _ = grid_options(layer, plan, resolved)
+    assert {each.rank for each in options.plans} == {plan.rank} == {8}
 
 
 @pytest.mark.parametrize("size", ["4bits", "10.2kB"])
@@ -328,6 +349,10 @@ def test_the_least_possible_size_is_possible(size):
         ({"size": "much"}, "'much' is not a size; give bytes of all weights, such as size='150MB'"),
         ({"size": "5bits", "ratio": 0.5}, "give size or ratio, not both"),
         ({"size": "5bits", "bits": 4, "rank": 8}, "nothing left that a size could choose: leave out bits and rank"),
+        (
+            {"size": "5bits", "method": "joint-grid", "pattern": "unstructured", "sparsity": 0.5, "allocate": "owl"},
+            "allocate owl takes no account of a size: leave out the size, or use allocate error",
+        ),
         ({"size": "5bits", "method": "wanda"}, "with method wanda, .*: use method joint-grid"),
         ({"size": "5bits", "pattern": "2:4", "rank": 8}, "with method joint, .* leave out rank"),
     ],

@@ -59,6 +59,11 @@ def test_every_problem_of_a_field_is_reported_at_once():
     assert "damping must be at least 0" in str(refused(damping=-1.0))
 
 
+@pytest.mark.parametrize("pattern", ["dense", "1:1", "4:4"])
+def test_a_pattern_that_keeps_every_entry_compresses_nothing(pattern):
+    assert "so nothing would be compressed" in str(refused(pattern=pattern, rank=0))
+
+
 def test_every_problem_of_several_fields_is_reported_at_once():
     message = str(refused(pattern="5:4", rank=4, ratio=0.5, method="hasslefree", calibration="wikitext"))
     for part in ("5:4 is impossible", "give rank or ratio", "unknown method 'hasslefree'", "Did you mean 'wikitext2'"):
@@ -84,7 +89,18 @@ def test_a_pattern_needs_no_quotes_in_yaml(tmp_path):
     assert Recipe.from_yaml(tmp_path / "r.yaml") == Recipe(pattern="2:4", rank=16)
 
 
-@pytest.mark.parametrize(("content", "message"), [("- 1", "must contain fields"), ("a: [", "is not YAML")])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("- 1", "must contain fields"),
+        ("a: [", "is not YAML"),
+        ("refit: !!bool maybe", "is not YAML"),
+        ("size: !!timestamp abc", "is not YAML"),
+        ("damping: !!float ''", "is not YAML"),
+        ("self: 1", "unknown field 'self'"),
+        ("minutes: 1:30.5", "minutes must be a"),
+    ],
+)
 def test_files_that_are_no_recipes(tmp_path, content, message):
     (tmp_path / "r.yaml").write_text(content)
     with pytest.raises(RecipeError, match=message):
@@ -244,7 +260,8 @@ def test_a_file_that_is_no_text(tmp_path):
          {"effort": "balanced", "offset": True, "allocate": "uniform", "match_predictions": 49_152, "rounds": 20}),
         ({"rank": 4, "method": "joint-grid", "symmetric": True}, {"offset": None}),
         # A grid stands for a method that quantises, and so do a size and an engine, unless the pattern prunes.
-        ({"bits": 4}, {"method": "joint-grid", "size": "5.2bits", "pattern": "dense"}),
+        ({"bits": 4}, {"method": "joint-grid", "size": None, "pattern": "dense", "rank": 0}),
+        ({"bits": 4, "size": "5bits"}, {"rank": None}),
         ({"bits": 4, "rank": 8}, {"method": "joint-grid", "size": None}),
         ({"bits": 6, "pattern": "2:4", "rank": 8}, {"method": "joint-grid", "size": None}),
         ({"size": "10bits", "pattern": "2:4"}, {"method": "joint", "factor_bits": 8}),

@@ -95,6 +95,22 @@ def test_evaluations_find_their_models(folder, tmp_path, monkeypatch):
     assert {name: found.perplexity for name, found in content.others.items()} == {"a/base": {"held_out.txt": 30.0}}
 
 
+def test_an_evaluation_of_the_dense_model_in_the_folder(folder):
+    edit(folder, lambda content: content.update(model="a/base"))
+    evaluation(folder / "evaluation.json", folder, 40.0)
+    evaluation(folder / "evaluation-dense.json", "a/base", 30.0)
+    content = read_content([folder])
+    assert content.runs[0].evaluation.perplexity == {"held_out.txt": 40.0}
+    assert content.others["a/base"].perplexity == {"held_out.txt": 30.0}
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(8, {"piqa": 0.75}), (9, {})])
+def test_tasks_of_several_files_are_those_on_as_many_rows(limit, kept, folder):
+    evaluation(folder / "evaluation.json", folder, 40.0, tasks={"piqa": {"value": 0.75}}, limit=8)
+    evaluation(folder / "evaluation-1.json", folder, 40.0, tasks={"rte": {"value": 0.5}}, limit=limit)
+    assert read_content([folder]).runs[0].evaluation.tasks == {"rte": 0.5} | kept
+
+
 def test_an_evaluation_brings_that_of_its_dense_model(folder, tmp_path):
     of_dense = {"model": "a/base", "perplexity": {"held_out.txt": {"perplexity": 30.0}}, "versions": {}}
     evaluation(folder / "evaluation.json", "anywhere", 40.0, dense=of_dense)

@@ -72,6 +72,15 @@ def test_every_layer_of_every_run_is_a_choice_and_a_line_of_the_table(made):
     assert chosen == [layer.name for layer in worst]
 
 
+def test_the_bits_of_entropy_coded_layers_are_those_that_are_stored(tmp_path):
+    folder = compressed(tmp_path / "out", rank=None, method=None, size="5bits", rounds=1, effort="fast")
+    run = read_content([folder]).runs[0]
+    bits = run.record.layers[0].spec.grid.stored_bits
+    assert bits % 1
+    assert f"<td>{bits:g}</td>" in render(read_content([folder]))
+    assert f"{run.record.outside[0].spec.grid.stored_bits:g} bits; " in render(read_content([folder]))
+
+
 def test_the_page_says_what_was_trained_after_the_errors_were_measured(made, tmp_path):
     said = "The errors were measured before this training"
     assert said not in render(read_content(made))

@@ -160,9 +160,12 @@ class GridOptions:
         return self.plans[steps["plan"]]
 
     def loss(self, plan: LayerPlan) -> float:
-        """The share of its sensitivity that the layer loses with a plan."""
+        """The share of its sensitivity that the layer loses with a plan; at most this, if its rank
+        is above those that were measured.
+        """
         assert plan.grid is not None
-        return float(self.losses[plan.grid][plan.rank])
+        losses = self.losses[plan.grid]
+        return float(losses[min(plan.rank, len(losses) - 1)])
 
 
 Options = BudgetOptions | GridOptions
@@ -271,7 +274,7 @@ def grid_options(
     """
     assert plan.grid is not None
     grids = grids_like(plan, resolved.grids, resolved)
-    ranks = _ranks(plan, resolved.rank_on_grids)
+    ranks = [plan.rank] if resolved.rank_on_grids is not None else _ranks(plan)
     errors = _errors(layer, plan, grids)
     most = errors[grids[0]]
     whole = plan.grid
@@ -363,10 +366,10 @@ def grids_like(plan: LayerPlan, grids: Sequence[Grid], resolved: Resolved) -> li
     return [dataclasses.replace(grid, group=plan.grid.group) for grid in grids]
 
 
-def _ranks(plan: LayerPlan, rank: int | None) -> list[int]:
-    """The ranks that a layer on a grid may get: the given one, or multiples of the step."""
-    if rank is not None:
-        return [min(rank, *plan.shape)]
+def _ranks(plan: LayerPlan) -> list[int]:
+    """The ranks that a layer on a grid may get, if none is given: that of its plan, and multiples
+    of the step.
+    """
     most = min(max(RANKS, int(MOST * plan.rank)), *plan.shape)
     return sorted({plan.rank, *range(0, most + 1, RANK_STEP)})
 

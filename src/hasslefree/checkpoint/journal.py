@@ -66,6 +66,7 @@ class Progress:
         dealt: the plan; None if it is uniform, or was not made.
         predictions: the record of prediction matching, once all blocks have the matched values.
         held_out, held_out_code: what was measured after it.
+        seconds: of the runs that led to this.
     """
 
     parts: list[FinishedPart]
@@ -74,6 +75,7 @@ class Progress:
     predictions: PredictionRecord | None = None
     held_out: HeldOutRecord | None = None
     held_out_code: HeldOutRecord | None = None
+    seconds: float = 0.0
 
     @property
     def blocks(self) -> list[FinishedPart]:

@@ -6,6 +6,7 @@ import concurrent.futures
 import dataclasses
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
@@ -81,6 +82,12 @@ class Unfinished:
         self.scratch = self.folder / "scratch"
         self.background_writes = True
         self.writes: list[Future[None]] = []
+        self._began = time.perf_counter() - progress.seconds
+
+    @property
+    def seconds(self) -> float:
+        """Since the compression began, in all of its runs, but for work that was lost."""
+        return time.perf_counter() - self._began
 
     def add(
         self,
@@ -113,7 +120,11 @@ class Unfinished:
         with resumable(self.model / part.file):
             written = self._save(part.file, tensors)
             self.progress.parts.append(dataclasses.replace(part, sha256=written))
-            self.progress.write(self.folder)
+            self._write_journal()
+
+    def _write_journal(self) -> None:
+        self.progress.seconds = self.seconds
+        self.progress.write(self.folder)
 
     def _save(self, file: str, tensors: Mapping[str, Tensor]) -> str:
         """Write a file of the model, and return the SHA-256 of its bytes."""
@@ -149,7 +160,7 @@ class Unfinished:
                 new.append(dataclasses.replace(part, file=file, sha256=self._save(file, tensors)))
             self.progress.parts = new
             self.progress.predictions = predictions
-            self.progress.write(self.folder)
+            self._write_journal()
             for part in before:
                 (self.model / part.file).unlink()
 

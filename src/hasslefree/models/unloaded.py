@@ -35,7 +35,7 @@ def copied_bytes(model: PreTrainedModel) -> int:
     its files are not on this machine.
     """
     is_on_disk = any(parameter.is_meta for parameter in model.parameters())
-    if not is_on_disk or not has_weights(Path(model.name_or_path)):
+    if not is_on_disk or not has_weights(Path(str(model.name_or_path))):
         return 0
     copied = without_codes(unloaded_tensors(model))
     return sum(tensor.meta.nbytes for tensor in copied.values())
@@ -61,7 +61,7 @@ def unloaded_tensors(model: PreTrainedModel) -> dict[str, StoredTensor]:
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     unloaded = {}
-    for name, tensor in stored_tensors(weight_files(Path(model.name_or_path))).items():
+    for name, tensor in stored_tensors(weight_files(Path(str(model.name_or_path)))).items():
         weight = weight_of(name)
         renamed, _ = rename_source_key(
             weight, renamings, converters, model.base_model_prefix, meta_state_dict=names

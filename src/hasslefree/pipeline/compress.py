@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -128,7 +127,6 @@ def compress(
         HasslefreeError: anything wrong with the input; as far as possible, before the first layer
             is changed.
     """
-    start = time.perf_counter()
     resolved = resolve_recipe(recipe, with_text=segments is None)
     folder = Path(out).resolve()
     check_request(model, folder, resume, overwrite)
@@ -192,7 +190,7 @@ def compress(
         record = run(job, digests)
     # Files are written from the first block on, so this phase begins early and ends last.
     times = sorted(phases.times(), key=lambda phase: phase.name == WRITING)
-    return dataclasses.replace(record, seconds=time.perf_counter() - start, phases=tuple(times))
+    return dataclasses.replace(record, seconds=work.seconds, phases=tuple(times))
 
 
 def resolve_recipe(recipe: Recipe | str | Path | None, with_text: bool) -> Resolved:

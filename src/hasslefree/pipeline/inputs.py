@@ -100,7 +100,7 @@ def warn_of_dtype(model: PreTrainedModel) -> None:
     """
     if quantization(model.config):
         return
-    stored = stored_dtype(Path(model.name_or_path))
+    stored = stored_dtype(Path(str(model.name_or_path)))
     if stored != model.dtype and stored.itemsize > 1:
         logger.warning(
             "the weights are stored in %s, but config.json says %s, in which the model is run,"

@@ -158,7 +158,7 @@ def write_configuration(
     # Not `save_pretrained`, here and below: it refuses inconsistent settings, and all the work
     # would be lost.
     if config._auto_class is not None:
-        custom_object_save(config, folder, config=config)
+        custom_object_save(config, folder, config=config)  # type: ignore[arg-type]
     config.to_json_file(folder / "config.json")
     restore_keys(folder / "config.json", original, config)
     if model.can_generate():

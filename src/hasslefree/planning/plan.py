@@ -485,8 +485,11 @@ def layer_room(model: torch.nn.Module, plan: Plan, resolved: Resolved) -> int:
         if resolved.solver.grid is None and resolved.method == "joint":
             quantised = f", or {option('method', 'joint-grid')}, which also quantises S"
         remedy = f"use {option('size', least)}"
-        if used >= dense and resolved.fixed_rank:
-            remedy = f"the uncompressed model takes less; give a smaller {option('rank')}"
+        if used >= dense:
+            smaller = "use another pattern"
+            if resolved.fixed_rank:
+                smaller = f"give a smaller {option('rank')}"
+            remedy = f"the uncompressed model takes less; {smaller}"
         raise BudgetError(
             f"a size of {size} is too small: the least possible with method"
             f" {resolved.method} is {least} ({layers[0].kind}, rank"

@@ -155,7 +155,8 @@ def layer_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
         if len(set(bits)) > 1 and group[0]["coding"] == "entropy":
             pattern = f"dense, entropy-coded, {span(bits, '{:g}')} bits"
         elif len(set(bits)) > 1:
-            pattern = f"int{span(bits)}"
+            zeros, _, _ = group[0]["pattern"].partition(", ")
+            pattern = f"int{span(bits)}" if zeros == "dense" else f"{zeros}, int{span(bits)}"
         ranks = span([row["rank"] for row in group])
         count = sum(row["count"] for row in group)
         stored = sum(row["bytes"] for row in group)

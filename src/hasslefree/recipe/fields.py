@@ -102,7 +102,8 @@ class Fields:
     default)."""
     bits: int | None = declared(None, GRID)
     """Bits of an entry of S: 2, 3, 4, 5, 6 or 8, for methods with a grid, with entropy coding on
-    average; bits that are given are those of every layer (default: 4, and by layer for a size)."""
+    average; bits that are given are those of every layer, and without a size there is no L unless a
+    rank is given (default: 4, and by layer for a size)."""
     group_size: int | None = declared(None, GRID, ge=0)
     """Consecutive inputs that share a scale; 0 for a whole row (default: 32 with scales of few bits
     and for llama.cpp, otherwise 64; none with entropy coding)."""

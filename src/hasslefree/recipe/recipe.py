@@ -34,7 +34,7 @@ class Recipe(Fields):
 
     if not TYPE_CHECKING:  # type checkers know the fields from the dataclass
 
-        def __init__(self, **values: Any):
+        def __init__(self, /, **values: Any):
             try:
                 super().__init__(**{name: plain(value) for name, value in values.items()})
             except ValidationError as error:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hasslefree.core.budgets import Budget
+from hasslefree.core.budgets import Budget, parse_pattern
 from hasslefree.core.factors import BITS as FACTOR_BITS
 from hasslefree.core.factors import check_factor_bits
 from hasslefree.core.grids import BITS, MOST_RATE, RATES, Grid, check_bits
@@ -40,6 +40,7 @@ DEFAULT_SIZE = "5.2bits"
 SIZING = (
     "size",
     "pattern",
+    "bits",
     "rank",
     "sparsity",
     "ratio",
@@ -211,6 +212,8 @@ def resolve(recipe: Fields, with_text: bool = True) -> Resolved:
 
 def with_defaults(recipe: Fields) -> Fields:
     """Fill in the fields that the recipe leaves open."""
+    if keeps_every_entry(recipe.pattern):
+        recipe = dataclasses.replace(recipe, pattern="dense")
     # In this order: each default depends on the fields before it.
     openings: dict[str, Callable[[Fields], Any]] = {
         "size": default_size,
@@ -230,12 +233,19 @@ def with_defaults(recipe: Fields) -> Fields:
     return dataclasses.replace(recipe, **effort | method | engine | size | given)
 
 
+def keeps_every_entry(pattern: str | None) -> bool:
+    """Say whether a pattern is N:N, another name of dense."""
+    try:
+        parsed = parse_pattern(pattern or "")
+    except HasslefreeError:  # which is reported with the other problems
+        return False
+    return parsed is not None and parsed.n == parsed.m
+
+
 def default_size(recipe: Fields) -> str | None:
     """The size that is reached if no field says what to compress to, or how."""
     if any(getattr(recipe, name) is not None for name in SIZING):
         return None
-    if recipe.coding == "entropy" and recipe.bits is not None:
-        return None  # layers have their bits, and no rank is chosen
     return DEFAULT_SIZE
 
 
@@ -297,9 +307,10 @@ def method_defaults(recipe: Fields) -> dict[str, Any]:
     if not has_grid(recipe):
         return {"rounds": ROUNDS[recipe.effort or "fast"]}
     defaults: dict[str, Any] = {"rounds": GRID_ROUNDS}
+    budgets = (recipe.size, recipe.ratio)
+    if recipe.bits is not None and recipe.pattern == "dense" and budgets == (None, None):
+        defaults["rank"] = 0
     if recipe.coding == "entropy":
-        if recipe.bits is not None and recipe.size is None and recipe.ratio is None:
-            defaults["rank"] = 0
         return defaults
     if recipe.pattern == "dense" and not recipe.symmetric:
         defaults["offset"] = True
@@ -442,6 +453,11 @@ def combination_problems(recipe: Fields, solver: Method | None) -> Iterator[Prob
             ("allocate", "ratio", "sparsity"),
             "allocate owl distributes a ratio or a sparsity over the blocks: give ratio or"
             " sparsity",
+        )
+    if recipe.allocate == "owl" and recipe.size is not None:
+        yield Problem(
+            ("allocate", "size"),
+            "allocate owl takes no account of a size: leave out the size, or use allocate error",
         )
     if recipe.allocate == "error" and not recipe.size and not movable(recipe):
         remedy = "leave out allocate"

@@ -20,7 +20,7 @@ DEEPEST = 8
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain values; as in YAML 1.2, 2:4 is a string, 010 is ten, and 1e-2 is a number.
+    """Plain values; as in YAML 1.2, 2:4 and 1:30.5 are strings, 010 is ten, and 1e-2 is a number.
 
     No name may be given twice, and none may stand for a value: a few lines of such names make
     gigabytes.
@@ -29,7 +29,7 @@ class _Loader(yaml.SafeLoader):
     depth = 0
 
     yaml_implicit_resolvers = {  # noqa: RUF012
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != _INT]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -60,9 +60,12 @@ def _refused(problem: str, place: Any) -> yaml.MarkedYAMLError:
 
 
 _DIGITS = "0123456789"
-_EXPONENT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
+_NUMBER = re.compile(
+    r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$"
+    r"|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
+)
 _Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?[0-9]+$"), [*"-+", *_DIGITS])
-_Loader.add_implicit_resolver(_FLOAT, _EXPONENT, [*"-+.", *_DIGITS])
+_Loader.add_implicit_resolver(_FLOAT, _NUMBER, [*"-+.", *_DIGITS])
 _Loader.add_constructor(_INT, lambda loader, node: int(node.value))
 
 
@@ -79,7 +82,7 @@ def read_fields(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any
         raise RecipeError(f"the recipe {path} cannot be read: {error}") from None
     try:
         content = yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError, TypeError) as error:
+    except Exception as error:  # PyYAML does not check what a tag stands before
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else path
         raise RecipeError(

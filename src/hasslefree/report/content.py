@@ -78,9 +78,11 @@ class Evaluation:
             self.kl.pop(name, None)
             if "kl" in row:
                 self.kl[name] = row["kl"]
-        if results.tasks:
-            self.tasks = {name: task["value"] for name, task in results.tasks.items()}
+        if results.tasks and results.limit != self.limit:
+            self.tasks.clear()  # accuracies on other rows do not compare
             self.limit = results.limit
+        for name, task in results.tasks.items():
+            self.tasks[name] = task["value"]
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,8 @@ def resolved_folders(paths: Sequence[Path]) -> dict[Path, Path]:
 def read_evaluations(paths: Sequence[Path], folders: Mapping[Path, Path]) -> dict[str, Evaluation]:
     """The evaluations in the folders and in the files that are named, by resolved folder or model.
 
-    A file that is named wins over those in the folders, and of these the first by name.
+    A file that is named wins over those in the folders, and of these the first by name. A file in a
+    folder is that of the folder, unless it names the dense model.
     """
     evaluations: dict[str, Evaluation] = {}
 
@@ -181,7 +184,9 @@ def read_evaluations(paths: Sequence[Path], folders: Mapping[Path, Path]) -> dic
 
     for resolved, folder in folders.items():
         for file in sorted(folder.glob("evaluation*.json"), reverse=True):
-            add(str(resolved), read_results(file))
+            results = read_results(file)
+            dense = read_record(folder).model
+            add(dense if results.model == dense else str(resolved), results)
     for path in paths:
         if not path.is_dir():
             results = read_results(path)
