@@ -91,10 +91,13 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 ALLOCATED = EFFORTS["fast"] | {"allocate": "error"}
 # In as many bytes: twice the rank, with factors in eight bits.
 CODED = {"pattern": "2:4", "rank": 30, "factor_bits": 8}
-# `best` on a mixture of texts, by the tokens of prediction matching.
+# `best` on a mixture of texts, by the tokens of prediction matching; and on the calibration's text alone.
 TOKENS: dict[str, dict[str, Any]] = {
-    f"{thousands} thousand tokens": CODED | {"effort": "best", "match_predictions": 1024 * thousands, "mixed": True}
-    for thousands in (25, 50, 100, 200)
+    **{
+        f"{thousands} thousand tokens": CODED | {"effort": "best", "match_predictions": 1024 * thousands, "mixed": True}
+        for thousands in (25, 50, 100, 200)
+    },
+    "25 thousand tokens of one text": CODED | {"effort": "best", "match_predictions": 25_600},
 }
 TWO_FOUR: dict[str, dict[str, Any]] = {
     "fast": EFFORTS["fast"],
