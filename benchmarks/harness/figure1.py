@@ -30,6 +30,8 @@ COMPARED: dict[str, Method] = {
     "hassle-free": METHODS["hassle-free"],
     "hassle-free, ALPS": AlternatingMinimization(pruner=ALPS()),
     "hassle-free, exact step": AlternatingMinimization(low_rank=Exact()),
+    "3basil": METHODS["3basil"],
+    "pcp": METHODS["pcp"],
     "joint": METHODS["joint"],
 }
 
