@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hasslefree import Grid
 from hasslefree.core.grids import Quantised, Scaling
-from hasslefree.core.patterns import SemiStructured
+from hasslefree.core.patterns import Row, SemiStructured, Unstructured
 from hasslefree.errors import GridError
 from tests import oracles
 
@@ -154,6 +154,11 @@ def half(weight):
             lambda: Grid(group=8, offset=True).check((4, 32), SemiStructured(2, 4)),
             "pattern 2:4 prunes entries, and a grid with offsets need not have the value zero",
         ),
+        (
+            lambda: Grid(group=8, offset=True).check((4, 32), Unstructured(128)),
+            "pattern unstructured .*prunes entries, and a grid with offsets need not have the value zero",
+        ),
+        (lambda: Grid.entropy_coded(4).check((4, 32), Row(32)), "prunes entries, and an entropy-coded grid keeps"),
         (lambda: Grid(group=0), "group must be at least 1, got 0"),
         (lambda: Grid(bits="x"), "bits must be a valid integer"),
         (

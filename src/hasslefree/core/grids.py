@@ -20,18 +20,16 @@ length (WaterSIC, arXiv 2603.04956).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from hasslefree.core.gram import dtype_name, working_dtype
-from hasslefree.core.scales import FLOATS, SCALE_BITS, Floats, Multiples, suits_half
+from hasslefree.core.patterns import Counted, Pattern
+from hasslefree.core.scales import FLOATS, LEAST, SCALE_BITS, Floats, Multiples, suits_half
 from hasslefree.errors import GridError, option
 from hasslefree.validation import Checked, Positive
-
-if TYPE_CHECKING:
-    from hasslefree.core.patterns import Pattern
 
 # Bits of a code.
 BITS = (2, 3, 4, 5, 6, 8)
@@ -189,7 +187,7 @@ class Grid(Checked):
         """True if scales may be negative."""
         return self.symmetric and self.block is not None
 
-    def check(self, shape: Sequence[int], pattern: "Pattern | None" = None) -> None:
+    def check(self, shape: Sequence[int], pattern: Pattern | None = None) -> None:
         """Raise GridError if a weight (out, in) cannot have this grid, alone or with a pattern."""
         if self.group is not None:
             self._check_group(self.group, shape[1], pattern)
@@ -197,13 +195,16 @@ class Grid(Checked):
             raise GridError(
                 f"blocks of {self.block} do not divide the {shape[1]} inputs of the layer"
             )
-        if self.offset and pattern and pattern.kept(shape) < math.prod(shape):
+        prunes = pattern is not None and pattern.kept(shape) < math.prod(shape)
+        # Their layouts leave out entries that happen to be zero, however many they keep.
+        prunes |= isinstance(pattern, Counted)
+        if self.offset and prunes:
             raise GridError(
                 f"pattern {pattern} prunes entries, and a grid with offsets need not have the value"
                 f" zero; leave out {option('offset', True)}, or use {option('pattern', 'dense')}",
                 ("offset", "pattern"),
             )
-        if self.rate is not None and pattern and pattern.kept(shape) < math.prod(shape):
+        if self.rate is not None and prunes:
             raise GridError(
                 f"pattern {pattern} prunes entries, and an entropy-coded grid keeps every one; use"
                 f" {option('pattern', 'dense')}",
@@ -214,7 +215,7 @@ class Grid(Checked):
         self,
         group: int,
         width: int,
-        pattern: "Pattern | None",
+        pattern: Pattern | None,
     ) -> None:
         by_row = f"{option('group_size', 0)} for one scale per row"
         if width % group:
@@ -311,7 +312,7 @@ class Grid(Checked):
     ) -> "Levels":
         """Levels whose codes run from low to high. Without an offset, 0 is between them."""
         span = storage.scales((high - low) / self.top)
-        scale = torch.where(span != 0, span, 1.0)  # a group of equal entries
+        scale = torch.where(span != 0, span, LEAST)  # a group of equal entries
         if self.offset and self.scale_bits:
             # Where scales are coarse, codes from the low end lose less than codes in the middle.
             zero = storage.offsets(low)

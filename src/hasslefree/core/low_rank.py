@@ -29,8 +29,16 @@ class LowRank:
 
     def balanced(self) -> "LowRank":
         """The same product with ‖column of u‖ = ‖row of v‖, which keeps both factors within the
-        range of a narrow dtype. What is beside zeros adds nothing to the product, and gets the
-        largest of these norms, or 1.
+        range of a narrow dtype.
+        """
+        of_columns, of_rows = self.balancing()
+        return LowRank(self.u * of_columns, self.v / of_rows.unsqueeze(1))
+
+    def balancing(self) -> tuple[Tensor, Tensor]:
+        """By what `balanced` multiplies the columns of u, and divides the rows of v, (rank,) each.
+
+        They are the same numbers but for what is beside zeros, which adds nothing to the product,
+        and gets the largest of the other norms, or 1.
         """
         u_norms = self.u.norm(dim=0)
         v_norms = self.v.norm(dim=1)
@@ -40,9 +48,9 @@ class LowRank:
         scale = (v_norms / u_norms).sqrt()
         u_scale = torch.where(counts, scale, largest / u_norms)
         v_scale = torch.where(counts, scale, v_norms / largest)
-        u = self.u * torch.where(u_norms > 0, u_scale, 1.0)
-        v = self.v / torch.where(v_norms > 0, v_scale, 1.0).unsqueeze(1)
-        return LowRank(u, v)
+        of_columns = torch.where(u_norms > 0, u_scale, 1.0)
+        of_rows = torch.where(v_norms > 0, v_scale, 1.0)
+        return of_columns, of_rows
 
     def to(self, dtype: torch.dtype) -> "LowRank":
         return LowRank(self.u.to(dtype), self.v.to(dtype))

@@ -232,18 +232,21 @@ class LayerSpec:
         gradients; on an entropy-coded grid, over the scales of the inputs.
 
         Args:
-            codes: uint8 (out, in).
+            codes: uint8 (out, in). Groups whose codes all stand for the same value as an offset, or
+                for zero, get the scale 0: any other would multiply what cancels.
             rounded: for operators that compute with bfloat16. A whole zero stays zero there, as the
-                scale is rounded first; groups of nothing but zeros have the scale 0.
+                scale is rounded first.
         """
         assert self.grid is not None
         scale = self.scales(tensors).detach()
+        groups = codes.view(*scale.shape, -1)
         if self.grid.offset:
+            scale = scale.masked_fill((groups == 0).all(-1), 0)
             return scale, self.offsets(tensors).detach()
         zeros = self.zeros(tensors)
+        scale = scale.masked_fill((groups == zeros.unsqueeze(-1)).all(-1), 0)
         if rounded:
-            is_zero = codes.view(*zeros.shape, -1) == zeros.unsqueeze(-1)
-            scale = scale.masked_fill(is_zero.all(-1), 0).bfloat16().to(scale.dtype)
+            scale = scale.bfloat16().to(scale.dtype)
         return scale, -zeros * scale
 
     def bytes(self, dtype: torch.dtype) -> int:

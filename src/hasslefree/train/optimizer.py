@@ -239,11 +239,10 @@ def variables_of_factors(layer: SparseLowRankLinear, scale: Tensor) -> Iterator[
         return
     u, v = (factor.detach().to(working_dtype(factor)) for factor in factors)
     if layer.spec.factor_bits is None:
-        balanced = LowRank(u, v * scale).balanced()
-        yield Variable(
-            layer.get_parameter("low_rank_u"), balanced.u, torch.ones((), device=u.device)
-        )
-        yield Variable(layer.get_parameter("low_rank_v"), balanced.v, scale)
+        # The masters are balanced, and what is stored keeps its own units.
+        of_columns, of_rows = LowRank(u, v * scale).balancing()
+        yield plain(layer.get_parameter("low_rank_u"), of_columns)
+        yield plain(layer.get_parameter("low_rank_v"), scale / of_rows.unsqueeze(1))
         return
     # Not balanced: they are mixed so that rounding costs little.
     for name, leaf, unit in (("low_rank_u", u, torch.ones_like(u[0, 0])), ("low_rank_v", v, scale)):

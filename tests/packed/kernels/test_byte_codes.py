@@ -56,6 +56,20 @@ def test_products_in_float32(grid, coded, tokens, monkeypatch):
     assert_products(layer_of(grid, coded=coded), torch.randn(tokens, 96), 2e-6)
 
 
+def test_groups_that_are_pruned_as_a_whole_cost_no_digits():
+    """Their scales stand for nothing; in files they may be large."""
+    method = Prune(SparseGPT(grid=Grid(8, 16)))
+    found = hasslefree.decompose(1e-4 * torch.randn(40, 96), None, "unstructured", 0, sparsity=0.9, method=method)
+    layer = SparseLowRankLinear.from_decomposition(found, None, "unstructured")
+    x = torch.randn(3, 96)
+    with torch.no_grad():
+        layer.weight_scale[(found.sparse == 0).view(40, -1, 16).all(-1)] = 1
+        y = layer(x)
+    assert isinstance(layer.kernel.prepared.operands, ByteCodes)
+    expected = F.linear(x.double(), found.sparse.double())
+    assert (y.double() - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_products_of_groups_that_torch_does_not_take(tokens):
     """In bfloat16; sums are float32, and S, L and the bias are rounded one after the other."""

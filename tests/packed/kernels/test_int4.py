@@ -9,7 +9,8 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 
-from hasslefree import Grid, LowRank, SparseLowRankLinear, use_backend
+import hasslefree
+from hasslefree import Grid, LowRank, Prune, SparseGPT, SparseLowRankLinear, use_backend
 from hasslefree.core.factors import CodedFactors, nearest
 from hasslefree.core.grids import Quantised
 from hasslefree.core.protocols import Decomposition
@@ -232,6 +233,32 @@ def test_values_that_change_after_a_call_count():
     assert close(layer(x), x.double() @ expected.T)
     layer.load_state_dict({"weight_packed": torch.zeros_like(fresh.weight_packed)}, strict=False)
     assert not close(layer(x), x.double() @ expected.T)
+
+
+def test_scales_that_are_replaced_twice_count():
+    """The second may be where the first was, as new as that one was."""
+    for size in range(1, 65):
+        layer, _, _ = layer_of(WHOLE, bias=False, rank=0, out=16 * size)
+        x = torch.randn(1, 192).bfloat16()
+        y = layer(x)
+        for _ in range(2):
+            layer.weight_scale.data = layer.weight_scale.data * 2
+        assert close(layer(x), 4 * y.double())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_group_of_equal_entries_beside_others(bits):
+    """Oracle: S itself. Such a group has no scale that would matter."""
+    weight = 0.02 * torch.randn(64, 64)
+    weight[:, :32] = 0.01
+    found = hasslefree.decompose(
+        weight.bfloat16(), None, "dense", 0, method=Prune(SparseGPT(grid=Grid(bits, 32, offset=True)))
+    )
+    layer = SparseLowRankLinear.from_decomposition(found, None, "dense")
+    x = torch.zeros(1, 64, dtype=torch.bfloat16)
+    x[:, :32] = 1
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), F.linear(x, found.sparse), rtol=0.02, atol=0)
 
 
 def test_zeros_that_change_in_place_count():

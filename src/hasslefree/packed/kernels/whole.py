@@ -156,7 +156,8 @@ class PreparedCodes:
     """What `CodesKernel` makes of the tensors of a layer.
 
     Args:
-        key: of the tensors that the layer has left.
+        key: of `tensors`.
+        tensors: those that the layer has left, held so that no other tensor takes their addresses.
         operands: the codes and scales; None if another backend multiplies.
         index: of these codes, even if the layer gets another.
         factors: L and the bias for a few tokens on a CPU; None without both, or if `takes_few` is
@@ -165,13 +166,14 @@ class PreparedCodes:
     """
 
     key: tuple[tuple[int, int], ...]
+    tensors: tuple[Tensor, ...]
     operands: Int4 | Int8 | ByteCodes | None = None
     index: Tensor | None = None
     factors: FactorArrays | None = None
     takes_few: bool = False
 
 
-NO_CODES = PreparedCodes(())
+NO_CODES = PreparedCodes((), ())
 
 
 class CodesKernel(Kernel):
@@ -254,7 +256,7 @@ class CodesKernel(Kernel):
             obstacle = backends.BACKENDS["numba"](case)
             if obstacle and case.device == "cpu":
                 log_slower(obstacle)
-            self.prepared = PreparedCodes(key_of(layer))
+            self.prepared = PreparedCodes(key_of(layer), tensors_of(layer))
         return self.prepared
 
     def _take(self, layer: "SparseLowRankLinear", backend: str) -> PreparedCodes:
@@ -280,7 +282,8 @@ class CodesKernel(Kernel):
             is_few = multiplies_few(layer)
             if is_few:
                 factors = factor_arrays(layer)
-        return PreparedCodes(key_of(layer), operands, layer.index, factors, is_few)
+        left = tensors_of(layer)
+        return PreparedCodes(key_of(layer), left, operands, layer.index, factors, is_few)
 
     def codes_of_rows(self, selected: Tensor) -> Tensor:
         """Codes of rows of the buffer `weight_packed` that the kernel has taken: indices (rows,) →
@@ -337,6 +340,12 @@ def key_of(layer: "SparseLowRankLinear") -> tuple[tuple[int, int], ...]:
                 version = 0 if tensor.is_inference() else tensor._version
                 key.append((tensor.data_ptr(), version))
     return tuple(key)
+
+
+def tensors_of(layer: "SparseLowRankLinear") -> tuple[Tensor, ...]:
+    """The tensors that `key_of` identifies."""
+    tensors = (*layer._parameters.values(), *layer._buffers.values())
+    return tuple(tensor.detach() for tensor in tensors if tensor is not None)
 
 
 @cache
