@@ -231,8 +231,8 @@ class Trainer:
                 opened.enter_context(only_trained(block, leaves))
             validated = 0
             for batch in self.batches():
-                # The rate is zero one step after the last.
-                rate = self.settings.rate(batch.done - 1, batch.length + 1)
+                # The rate is zero one step after the last. How long the first takes is not known.
+                rate = self.settings.rate(max(batch.done - 1, 0), batch.length + 1)
                 self.step(self.world.local(batch.segments), rate)
                 attempt.tokens += len(batch.segments) * self.reference.seqlen
                 reached(int(batch.done))
