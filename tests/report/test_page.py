@@ -99,6 +99,16 @@ def test_the_perplexities_come_first(made, tmp_path):
     assert page.index("Perplexity") < page.index("Mean relative error")
 
 
+@pytest.mark.parametrize(("window", "said"), [(2048, False), (512, True)])
+def test_perplexities_in_other_windows_do_not_compare(window, said, made, tmp_path):
+    for folder, tokens in ((made[0], 2048), (made[1], window)):
+        row = {"held_out.txt": {"perplexity": 40.0, "window": tokens}}
+        (tmp_path / f"{tokens}{folder.name}.json").write_text(json.dumps({"model": str(folder), "perplexity": row}))
+    page = render(read_content([*made, *tmp_path.iterdir()]))
+    note = "The perplexities of held_out.txt do not compare: they were measured in windows of 512 and 2048 tokens."
+    assert (note in page) == said
+
+
 def test_the_kl_is_beside_its_perplexity(made, tmp_path):
     folder = shutil.copytree(made[0], tmp_path / "out")
     kl = {"mean": 0.0123, "median": 0.004, "percentile_99": 0.2, "same_top_token": 0.9753}

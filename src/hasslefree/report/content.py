@@ -29,6 +29,7 @@ OUTSIDE = -1
 
 class _Perplexity(TypedDict):
     perplexity: Figure
+    window: NotRequired[Count]
     kl: NotRequired[KLRecord]
 
 
@@ -52,11 +53,13 @@ class Evaluation:
     """The results of one model: perplexities by text, and accuracies of tasks as shares.
 
     Args:
+        windows: the tokens in a window of each text, where they are known.
         kl: the KL divergence from the dense model, by text, where it was measured.
         limit: the rows of each task; None for all.
     """
 
     perplexity: dict[str, float] = field(default_factory=dict)
+    windows: dict[str, int] = field(default_factory=dict)
     kl: dict[str, KLRecord] = field(default_factory=dict)
     tasks: dict[str, float] = field(default_factory=dict)
     limit: int | None = None
@@ -75,6 +78,9 @@ class Evaluation:
         for text, row in results.perplexity.items():
             name = Path(text).name
             self.perplexity[name] = row["perplexity"]
+            self.windows.pop(name, None)
+            if "window" in row:
+                self.windows[name] = row["window"]
             self.kl.pop(name, None)
             if "kl" in row:
                 self.kl[name] = row["kl"]
@@ -120,6 +126,21 @@ class Content:
 
     runs: tuple[Run, ...]
     others: dict[str, Evaluation]
+
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        """Those of all models."""
+        return [*self.others.values(), *(run.evaluation for run in self.runs)]
+
+    @property
+    def unlike(self) -> dict[str, list[int]]:
+        """The texts whose perplexities do not compare, with the tokens in their windows."""
+        found: dict[str, list[int]] = {}
+        for text in {text for each in self.evaluations for text in each.windows}:
+            windows = {each.windows[text] for each in self.evaluations if text in each.windows}
+            if len(windows) > 1:
+                found[text] = sorted(windows)
+        return dict(sorted(found.items()))
 
     def dense_bytes(self, model: str) -> int | None:
         """The bytes of the dense model from which a folder was made; None for any other model."""

@@ -33,7 +33,7 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
         worst = max(run.record.layers, key=lambda layer: layer.relative_error)
         charts.update(run_charts(run, content, str(index), worst.name))
     columns = Evaluation()  # what is known of any model
-    for evaluation in [*content.others.values(), *(run.evaluation for run in content.runs)]:
+    for evaluation in content.evaluations:
         columns.perplexity |= evaluation.perplexity
         columns.kl |= evaluation.kl
         columns.tasks |= evaluation.tasks
