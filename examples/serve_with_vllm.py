@@ -4,7 +4,6 @@ It needs vLLM, of a version that docs/howto/serve.md lists. `vllm serve compress
 """
 
 import sys
-from dataclasses import replace
 from importlib.resources import files
 
 from vllm import LLM, SamplingParams
@@ -15,8 +14,7 @@ if __name__ == "__main__":  # vLLM starts processes that import this file
     model = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
     text = str(files("hasslefree.demo") / "calibration.jsonl")  # a small text of the package; real models need none
     # The kernels of vLLM read 4 bits on every device. On a GPU, leave out bits for the default size.
-    four_bits = hasslefree.Recipe(engine="vllm", bits=4, effort="fast")
-    recipe = replace(four_bits, calibration=text, samples=16, seqlen=256)
+    recipe = hasslefree.Recipe(engine="vllm", bits=4, effort="fast", calibration=text, samples=16, seqlen=256)
     hasslefree.compress(model, "compressed", recipe, overwrite=True)
 
     llm = LLM("compressed")

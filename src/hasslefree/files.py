@@ -114,15 +114,6 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def has_weights(folder: Path) -> bool:
-    """Say whether a folder has all safetensors files of a model."""
-    try:
-        weight_files(folder)
-    except CheckpointError:
-        return False
-    return True
-
-
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor of a safetensors file, of which only the header was read.

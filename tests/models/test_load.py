@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from hasslefree.models.load import (
     resolve_seqlen,
 )
 from hasslefree.models.tokenizer import load_tokenizer
+from hasslefree.planning.setup import setup_of
+from hasslefree.planning.tables import plan_summary
 from tests.hub import Repository
 from tests.tiny_models import NO_TOKENIZER, build, segments, tensors_of
 
@@ -58,13 +61,36 @@ def test_a_config_that_says_another_dtype_than_the_weights_have(stored, said, tm
     assert report.dense_bytes + report.other_bytes == before
 
 
-def test_a_config_without_a_dtype_has_that_of_the_weights(tmp_path):
-    build("llama", torch.bfloat16).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+def without_dtype(folder):
+    build("llama", torch.bfloat16).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
     del config["dtype"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_a_config_without_a_dtype_has_that_of_the_weights(tmp_path):
+    without_dtype(tmp_path)
     assert load_model(str(tmp_path), device="cpu").dtype == torch.bfloat16
     assert load_shapes(str(tmp_path)).dtype == torch.bfloat16
+    stored, _ = in_fp8(tensors_of(tmp_path))
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert load_shapes(str(tmp_path)).dtype.itemsize > 1
+
+
+def test_a_plan_needs_no_weights(tmp_path):
+    """The files may be pointers of Git LFS, which are downloaded later."""
+    without_dtype(tmp_path)
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    setup = setup_of(str(tmp_path), Recipe(rank=2), torch.device("cpu"), "device")
+    assert plan_summary(setup)["problem"] is None
+
+
+def test_weights_are_looked_for_where_they_were_loaded_from(tmp_path, monkeypatch):
+    """transformers may take them from another folder of the hub's cache than the configuration."""
+    build("llama").save_pretrained(tmp_path / "model")
+    monkeypatch.setattr("hasslefree.models.load.folder_of", lambda name: tmp_path / "configuration")
+    loaded = load_on_disk(str(tmp_path / "model"), "auto", tmp_path / "scratch")
+    assert Path(loaded.name_or_path) == tmp_path / "model"
 
 
 def test_a_disk_that_is_too_small_for_converted_weights(tmp_path, monkeypatch):

@@ -9,6 +9,8 @@ import hasslefree
 from hasslefree import Recipe
 from hasslefree.models.load import load_on_disk, load_shapes
 from hasslefree.planning.plan import Plan, weights_on_disk
+from hasslefree.planning.setup import setup_of
+from hasslefree.planning.tables import bytes_to_run
 from tests.tiny_models import NO_TOKENIZER, build, logits, segments, tensors_of
 
 # A layer that predicts a further token, as GLM-4 MoE and DeepSeek have it after their last block.
@@ -53,6 +55,9 @@ def test_they_count_before_they_are_copied(tmp_path):
     name = str(tmp_path / "dense")
     for model in (load_shapes(name), load_on_disk(name, "auto", tmp_path / "scratch")):
         assert weights_on_disk(model, Plan([])) == expected
+    setup = setup_of(name, Recipe(rank=2), torch.device("cpu"), "device")
+    added = sum(tensor.nbytes for tensor in NEXT_TOKEN.values())
+    assert bytes_to_run(setup) == weights_on_disk(setup.model, setup.plan) - added, "nothing loads them"
 
 
 def test_codes_without_their_format_are_left_out(tmp_path, caplog):

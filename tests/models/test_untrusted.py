@@ -103,6 +103,7 @@ def test_code_of_a_model_is_run_on_request_alone(folder, tmp_path):
     with pytest.raises(ModelError, match="run it with trust_remote_code=True"):
         hasslefree.export(tmp_path / "out", tmp_path / "dense")
     hasslefree.export(tmp_path / "out", tmp_path / "dense", trust_remote_code=True)
+    assert (tmp_path / "dense" / "processing_own.py").is_file()
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", trust_remote_code=True)
     assert (logits(dense, segments()) - logits(loaded, segments())).abs().max() < 1e-5
     # The configuration is one of transformers', and the model alone has code.

@@ -59,6 +59,10 @@ def test_every_problem_of_a_field_is_reported_at_once():
     assert "damping must be at least 0" in str(refused(damping=-1.0))
 
 
+def test_a_default_size_is_no_problem_of_the_recipe():
+    assert str(refused(allocate="owl")).count("allocate owl") == 1
+
+
 @pytest.mark.parametrize("pattern", ["dense", "1:1", "4:4"])
 def test_a_pattern_that_keeps_every_entry_compresses_nothing(pattern):
     assert "so nothing would be compressed" in str(refused(pattern=pattern, rank=0))

@@ -95,10 +95,11 @@ def test_evaluations_find_their_models(folder, tmp_path, monkeypatch):
     assert {name: found.perplexity for name, found in content.others.items()} == {"a/base": {"held_out.txt": 30.0}}
 
 
-def test_an_evaluation_of_the_dense_model_in_the_folder(folder):
+@pytest.mark.parametrize("name", ["a/base", "./a/base", "cache/models--a--base/snapshots/c0ffee"])
+def test_an_evaluation_of_the_dense_model_in_the_folder(name, folder):
     edit(folder, lambda content: content.update(model="a/base"))
     evaluation(folder / "evaluation.json", folder, 40.0)
-    evaluation(folder / "evaluation-dense.json", "a/base", 30.0)
+    evaluation(folder / "evaluation-dense.json", name, 30.0)
     content = read_content([folder])
     assert content.runs[0].evaluation.perplexity == {"held_out.txt": 40.0}
     assert content.others["a/base"].perplexity == {"held_out.txt": 30.0}

@@ -122,12 +122,17 @@ def test_degenerate_weights(rate):
         assert not found.sparse[:, 3].any() or second is h
 
 
-def test_the_scales_of_tiny_rows_do_not_vanish():
+@pytest.mark.parametrize("relative", [False, True])
+def test_no_scale_of_a_row_vanishes(relative):
     """One input is far larger than the others, whose steps would be below the least number of float16."""
     weight, h = oracles.problem(32, 64)
     weight *= 1e-7
     weight[:, 0] = 0.01
-    assert solved(METHODS["joint-grid"], 6.0, weight, h).relative_error < 1e-3
+    weight[:8] /= 30
+    method = JointOnGrid(Grid.entropy_coded(6.0), turns=2, relative=relative)
+    found = decompose(weight, Gram(h, 1), "dense", 0, method=method)
+    assert found.sparse.any(1).all()
+    assert found.relative_error < 1e-3
 
 
 @pytest.mark.parametrize(

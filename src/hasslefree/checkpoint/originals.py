@@ -37,7 +37,13 @@ CODE_FILES = ("*.py",)
 # Weights and code that the patterns above would match.
 OTHER_FILES = ("*.safetensors", "*.bin", "*.gguf", *CODE_FILES)
 # Keys of config.json that describe the folder that was written, not the original.
-OF_THE_FOLDER = ("quantization_config", "transformers_version", "auto_map", "_name_or_path")
+OF_THE_FOLDER = (
+    "quantization_config",
+    "transformers_version",
+    "transformers_weights",
+    "auto_map",
+    "_name_or_path",
+)
 
 
 def original_file(model: str, name: str) -> Path | None:

@@ -14,6 +14,7 @@ from hasslefree.bar import with_bar
 from hasslefree.checkpoint.card import export_card
 from hasslefree.checkpoint.entries import QUANT_METHOD, read_entries
 from hasslefree.checkpoint.originals import (
+    CODE_FILES,
     PROCESSOR_FILES,
     TEXT_FILES,
     copy_original_files,
@@ -238,7 +239,10 @@ def copy_rest(
         if kind != "gguf":  # a GGUF file has a tokenizer of its own
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
-            copy_original_files(str(source), folder, TEXT_FILES + PROCESSOR_FILES)
+            patterns = TEXT_FILES + PROCESSOR_FILES
+            if trust_remote_code:
+                patterns += CODE_FILES
+            copy_original_files(str(source), folder, patterns)
         if (folder / "config.json").exists():  # an adapter has none
             restore_keys(folder / "config.json", read_configuration(str(source)), config)
             write_older_rotary(folder / "config.json")

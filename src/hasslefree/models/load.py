@@ -6,7 +6,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,7 +29,7 @@ from hasslefree.errors import (
     WriteError,
     option,
 )
-from hasslefree.files import has_weights, stored_tensors, weight_files
+from hasslefree.files import stored_tensors, weight_files
 from hasslefree.models.calls import replaced
 from hasslefree.models.names import check_name, folder_of
 from hasslefree.validation import Dtype
@@ -216,13 +216,14 @@ def load_shapes(
 
 
 def stored_dtype(folder: Path | None) -> torch.dtype:
-    """The dtype of most numbers in the files of a model; float32 without files."""
-    if folder is None or not has_weights(folder):
-        return torch.float32
+    """The dtype of most numbers in the files of a model, but for those of eight bits; float32 if
+    none can be read.
+    """
     numbers: Counter[torch.dtype] = Counter()
-    for tensor in stored_tensors(weight_files(folder)).values():
-        if tensor.meta.is_floating_point():
-            numbers[tensor.meta.dtype] += tensor.meta.numel()
+    with suppress(CheckpointError):
+        for tensor in stored_tensors(weight_files(folder or Path())).values():
+            if tensor.meta.is_floating_point() and tensor.meta.itemsize > 1:
+                numbers[tensor.meta.dtype] += tensor.meta.numel()
     return max(numbers, key=lambda dtype: numbers[dtype], default=torch.float32)
 
 
@@ -257,7 +258,7 @@ def load_on_disk(
                 f"the disk of {scratch} is full: weights that are stored in another form are"
                 " converted and kept there during the run; free some space"
             ) from error
-    model.name_or_path = str(weights_folder(model, scratch) or folder_of(name))
+    model.name_or_path = str(weights_folder(model, scratch) or folder_of(name) or name)
     return model
 
 

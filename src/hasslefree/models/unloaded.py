@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from hasslefree.files import StoredTensor, has_weights, stored_tensors, weight_files
+from hasslefree.errors import CheckpointError
+from hasslefree.files import StoredTensor, stored_tensors, weight_files
 from hasslefree.models.experts import SplitExperts
 
 # What a checkpoint in fp8 or mxfp4 holds of a weight that is dequantised as it is loaded.
@@ -32,12 +33,14 @@ def weight_of(name: str) -> str:
 
 def copied_bytes(model: PreTrainedModel) -> int:
     """The size of the tensors that are copied from the files of a model; 0 if it is in memory, or
-    its files are not on this machine.
+    its files cannot be read.
     """
-    is_on_disk = any(parameter.is_meta for parameter in model.parameters())
-    if not is_on_disk or not has_weights(Path(str(model.name_or_path))):
+    if not any(parameter.is_meta for parameter in model.parameters()):
         return 0
-    copied = without_codes(unloaded_tensors(model))
+    try:
+        copied = without_codes(unloaded_tensors(model))
+    except CheckpointError:  # `plan` needs no files
+        return 0
     return sum(tensor.meta.nbytes for tensor in copied.values())
 
 

@@ -101,7 +101,7 @@ def warn_of_dtype(model: PreTrainedModel) -> None:
     if quantization(model.config):
         return
     stored = stored_dtype(Path(str(model.name_or_path)))
-    if stored != model.dtype and stored.itemsize > 1:
+    if stored != model.dtype:
         logger.warning(
             "the weights are stored in %s, but config.json says %s, in which the model is run,"
             " written and counted; the dtype %s takes them as they are stored",

@@ -157,6 +157,8 @@ def write_configuration(
         custom_object_save(model, folder, config=config)  # type: ignore[arg-type]
     # Not `save_pretrained`, here and below: it refuses inconsistent settings, and all the work
     # would be lost.
+    if hasattr(config, "transformers_weights"):  # the name of a file that OUT does not have
+        del config.transformers_weights
     if config._auto_class is not None:
         custom_object_save(config, folder, config=config)  # type: ignore[arg-type]
     config.to_json_file(folder / "config.json")

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from hasslefree.errors import with_flags
 from hasslefree.models.blocks import other_modalities
+from hasslefree.models.unloaded import copied_bytes
 from hasslefree.packed.kernels import int8
 from hasslefree.packed.kernels.codes import Nibbles
 from hasslefree.planning.advice import Advice
@@ -62,7 +63,7 @@ def bytes_to_run(setup: Setup) -> int:
     """The weights of the result in memory: codes of S as its kernel holds them, and everything
     else as in the file.
     """
-    held = weights_on_disk(setup.model, setup.plan)
+    held = weights_on_disk(setup.model, setup.plan) - copied_bytes(setup.model)
     for matrix in setup.plan.matrices:
         codes = bytes_of_codes(matrix, setup.device.type)
         if codes is not None:

@@ -60,7 +60,8 @@ class Fields:
     """Which entries of S may be non-zero: N:M (such as 2:4), unstructured, row, structured (whole
     input channels) or dense (default: 2:4; dense for methods with a grid)."""
     rank: int | None = declared(None, BUDGET, ge=0, le=10**9)
-    """Rank of L; 0 for a sparse matrix alone (no default: give a rank, a ratio or a size)."""
+    """Rank of L; 0 for S alone (default: 0 for joint-grid with bits and pattern dense; otherwise
+    give a rank, a ratio or a size)."""
     sparsity: float | None = declared(None, BUDGET, ge=0, le=1)
     """Share of zeros in S, for the patterns unstructured, row and structured (no default)."""
     ratio: float | None = declared(None, BUDGET, ge=0, le=1)
@@ -102,8 +103,7 @@ class Fields:
     default)."""
     bits: int | None = declared(None, GRID)
     """Bits of an entry of S: 2, 3, 4, 5, 6 or 8, for methods with a grid, with entropy coding on
-    average; bits that are given are those of every layer, and without a size there is no L unless a
-    rank is given (default: 4, and by layer for a size)."""
+    average; bits that are given are those of every layer (default: 4, and by layer for a size)."""
     group_size: int | None = declared(None, GRID, ge=0)
     """Consecutive inputs that share a scale; 0 for a whole row (default: 32 with scales of few bits
     and for llama.cpp, otherwise 64; none with entropy coding)."""

@@ -454,7 +454,7 @@ def combination_problems(recipe: Fields, solver: Method | None) -> Iterator[Prob
             "allocate owl distributes a ratio or a sparsity over the blocks: give ratio or"
             " sparsity",
         )
-    if recipe.allocate == "owl" and recipe.size is not None:
+    elif recipe.allocate == "owl" and recipe.size is not None:
         yield Problem(
             ("allocate", "size"),
             "allocate owl takes no account of a size: leave out the size, or use allocate error",

@@ -18,6 +18,7 @@ from hasslefree.checkpoint.record import KLRecord, Record, command_of, read_reco
 from hasslefree.core.factors import CodedRows
 from hasslefree.errors import CheckpointError, ModelError
 from hasslefree.files import StoredTensor, read_json, stored_tensors, weight_files
+from hasslefree.models.names import recorded_name
 from hasslefree.report.seconds import Seconds, read_seconds
 from hasslefree.validation import Count, Figure, InvalidError, validated
 
@@ -145,7 +146,7 @@ class Content:
     def dense_bytes(self, model: str) -> int | None:
         """The bytes of the dense model from which a folder was made; None for any other model."""
         for run in self.runs:
-            if Path(run.record.model).resolve() == Path(model).resolve():
+            if same_model(run.record.model, model):
                 return run.sizes.dense_bytes
         return None
 
@@ -204,10 +205,11 @@ def read_evaluations(paths: Sequence[Path], folders: Mapping[Path, Path]) -> dic
             add(results.dense.model, results.dense)
 
     for resolved, folder in folders.items():
+        dense = read_record(folder).model
         for file in sorted(folder.glob("evaluation*.json"), reverse=True):
             results = read_results(file)
-            dense = read_record(folder).model
-            add(dense if results.model == dense else str(resolved), results)
+            is_dense = same_model(results.model, dense)
+            add(dense if is_dense else str(resolved), results)
     for path in paths:
         if not path.is_dir():
             results = read_results(path)
@@ -288,6 +290,11 @@ def spectrum(u: Tensor, v: Tensor) -> Tensor:
     R = torch.linalg.qr(u.double(), mode="r").R
     T = torch.linalg.qr(v.T.double(), mode="r").R
     return torch.linalg.svdvals(R @ T.T)
+
+
+def same_model(one: str, other: str) -> bool:
+    """Say whether two names or paths are of one model."""
+    return Path(recorded_name(one)).resolve() == Path(recorded_name(other)).resolve()
 
 
 def model_name(model: str) -> str:

@@ -156,8 +156,9 @@ class PreparedCodes:
     """What `CodesKernel` makes of the tensors of a layer.
 
     Args:
-        key: of `tensors`.
-        tensors: those that the layer has left, held so that no other tensor takes their addresses.
+        key: of the tensors that the layer has left.
+        tensors: these, held so that no other tensor takes their addresses;
+            none if nothing was made of them.
         operands: the codes and scales; None if another backend multiplies.
         index: of these codes, even if the layer gets another.
         factors: L and the bias for a few tokens on a CPU; None without both, or if `takes_few` is
@@ -256,7 +257,7 @@ class CodesKernel(Kernel):
             obstacle = backends.BACKENDS["numba"](case)
             if obstacle and case.device == "cpu":
                 log_slower(obstacle)
-            self.prepared = PreparedCodes(key_of(layer), tensors_of(layer))
+            self.prepared = PreparedCodes(key_of(layer), ())
         return self.prepared
 
     def _take(self, layer: "SparseLowRankLinear", backend: str) -> PreparedCodes:
