@@ -1,5 +1,6 @@
 import gzip
 import json
+import os
 
 import datasets
 import pytest
@@ -148,6 +149,69 @@ def test_a_folder_of_plain_texts_has_a_document_a_file(tmp_path, monkeypatch):
     for name in "ab":
         (tmp_path / "texts" / f"{name}.txt").write_text(f"one {name}\n\ntwo\n")
     assert calibration_documents(str(tmp_path / "texts")) == ["one a\n\ntwo\n", "one b\n\ntwo\n"]
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_numbers_in_csv_are_texts(folder, tmp_path, monkeypatch):
+    """Oracle: by hand. A column whose first rows are numbers may hold words further below."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "a.csv").write_text("prompt,response\nWhat is 2+2?,4\nWho?,007\nIs it?,True\n,null\n")
+    rows = [turns("What is 2+2?", "4"), turns("Who?", "007"), turns("Is it?", "True"), turns("", "null")]
+    assert calibration_documents(str(tmp_path / "tables" / ("" if folder else "a.csv"))) == rows
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
+def test_a_file_that_changes_and_keeps_its_time_is_read_again(name, tmp_path, monkeypatch):
+    """As after `cp -p`."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for text in ("old", "new"):
+        table = datasets.Dataset.from_dict({"text": [text]})
+        getattr(table, f"to_{name[2:]}")(tmp_path / name)
+        os.utime(tmp_path / name, (1, 1))
+        assert calibration_documents(str(tmp_path / name)) == [text]
+
+
+@pytest.mark.parametrize(
+    ("names", "kept"),
+    [
+        (["intro.txt", "training.txt", "zend.txt"], ["intro.txt", "training.txt", "zend.txt"]),
+        (["a.txt", "unit-test.txt"], ["a.txt", "unit-test.txt"]),
+        (["test.txt", "train.txt"], ["train.txt"]),
+        (["test-00000-of-00001.txt", "train-00000-of-00001.txt"], ["train-00000-of-00001.txt"]),
+    ],
+)
+def test_no_file_of_a_folder_is_left_out_but_for_those_of_other_splits(names, kept, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "texts").mkdir()
+    for name in names:
+        (tmp_path / "texts" / name).write_text(name)
+    assert calibration_documents(str(tmp_path / "texts")) == kept
+
+
+def test_a_folder_is_not_taken_for_a_pattern_of_others(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for name in ("x1", "x[1]"):
+        (tmp_path / name / "train").mkdir(parents=True)
+        (tmp_path / name / "a.csv").write_text(f"text\n{name}\n")
+        (tmp_path / name / "train" / "a.txt").write_text(name)
+    with pytest.raises(CalibrationError, match="by which datasets finds other folders; rename it"):
+        check_text(str(tmp_path / "x[1]"))
+    monkeypatch.chdir(tmp_path / "x[1]")
+    assert calibration_documents("a.csv") == ["x[1]"]
+
+
+def test_all_languages_are_measured(monkeypatch):
+    """As many documents of each, one after the other: the first windows hold all of them."""
+
+    def load_dataset(data_files, **_):
+        language = data_files.split("-")[1]
+        return {"text": [language] * 1500}
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    documents = evaluation_documents("languages")
+    assert documents == ["de", "es", "fr", "ru", "zh"] * (len(documents) // 5)
+    assert len(documents) == evaluation_protocol("languages").documents
 
 
 def test_rows_after_a_slice_are_not_read_and_a_wrong_slice_is_a_sentence(tmp_path):

@@ -55,6 +55,14 @@ def test_a_repository_becomes_a_copy_of_the_folder(name, private, ada, compresse
     assert ada.repositories["lab/other"].files["README.md"].decode() == card.replace(name, "lab/other") + own
 
 
+def test_the_card_of_a_model_in_a_folder_says_so(ada, compressed_copy, tmp_path):
+    out = compressed_copy(Recipe(method="gptq", symmetric=True, group_size=0, leave_dense=("*.down_proj",)))
+    hasslefree.export(out, tmp_path / "codes", "compressed-tensors")
+    hasslefree.push(tmp_path / "codes", "ada/new")
+    card = ada.repositories["ada/new"].files["README.md"].decode()
+    assert 'from_pretrained("ada/new", subfolder="base")' in card
+
+
 SENTENCES = {
     "ada/theirs": "ada/theirs holds a model that hasslefree did not write; choose another name",
     "bob/model": "your token cannot write to bob/model: check the user (`hf auth whoami`) and the rights (https://",

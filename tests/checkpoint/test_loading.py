@@ -94,6 +94,16 @@ def test_every_pattern_goes_to_disk_and_back_twice(recipe, tmp_path, monkeypatch
     assert torch.equal(logits(two, segments()), expected)
 
 
+def test_no_kernel_keeps_an_offloaded_layer_in_memory(folder, tmp_path):
+    options = {"device_map": PLACES, "offload_buffers": True, "offload_folder": str(tmp_path / "offload")}
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    with torch.no_grad():
+        model(segments(1)[:, :1])
+    layer = model.model.layers[1].mlp.up_proj
+    assert layer.values.is_meta
+    assert not layer.kernel.prepared.tensors
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dtype_may_be_asked_for(dtype, folder):
     """Oracle: the loaded model, cast. The index has no part in it."""

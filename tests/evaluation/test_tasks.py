@@ -70,6 +70,13 @@ def test_every_row_is_checked_before_a_model_is_loaded(tmp_path):
         evaluate(str(tmp_path / "no model"), tasks=["piqa"], task_data=folder)
 
 
+def test_the_rows_are_those_of_the_folder_that_is_named(tmp_path):
+    for name, row in (("x1", LACKING), ("x[1]", ROWS["piqa"][0])):
+        (tmp_path / name).mkdir()
+        write_rows(tmp_path / name, {"piqa": [row]})
+    load_task("piqa", tmp_path / "x[1]", None)
+
+
 def test_only_the_rows_within_the_limit_are_checked(tmp_path):
     folder = write_rows(tmp_path, {"piqa": [ROWS["piqa"][0], ROWS["piqa"][1] | {"label": -1}]})
     load_task("piqa", folder, limit=1)

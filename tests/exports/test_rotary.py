@@ -34,6 +34,14 @@ def test_older_readers_find_what_they_know(tmp_path, parameters, expected, neste
     assert (found["text_config"] if nested else found) == own | expected
 
 
+def test_an_older_entry_that_is_null_is_none(tmp_path):
+    parameters, expected = OLDER["llama, scaled"]
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"rope_parameters": parameters, "rope_theta": None, "rope_scaling": None}))
+    write_older_rotary(file)
+    assert json.loads(file.read_text()) == {"rope_parameters": parameters} | expected
+
+
 def test_parameters_by_type_of_layer_stay_as_they_are(tmp_path):
     """No older entry says them all."""
     own = {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}}

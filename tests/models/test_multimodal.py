@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import hasslefree
@@ -12,6 +13,7 @@ from hasslefree.errors import ModelError
 from hasslefree.exports.export import export
 from hasslefree.models.blocks import find_blocks, other_modalities
 from hasslefree.models.load import load_model
+from tests.exports.test_codes_kept import write_template
 from tests.tiny_models import NO_TOKENIZER, ROTARY, logits, segments, tensors_of
 
 VISION = {
@@ -97,6 +99,48 @@ def test_the_dense_export_is_a_model_of_its_class(family, folder, tmp_path):
     torch.testing.assert_close(logits(plain, segments()), logits(compressed, segments()), rtol=1e-4, atol=1e-5)
     assert (tmp_path / "plain" / "preprocessor_config.json").exists()
     assert "AutoModelForMultimodalLM" in (tmp_path / "plain" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llava"])
+def test_a_model_from_memory_is_saved_by_transformers(family, folder, tmp_path):
+    """Its configuration names the layers as the tensors are named."""
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    hasslefree.compress(model, tmp_path / "out", Recipe(rank=2, method="eora"), segments=segments())
+    model.save_pretrained(tmp_path / "again")
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "again")
+    assert torch.equal(logits(again, segments()), logits(model, segments()))
+
+
+ON_GRID = Recipe(
+    method="lq-lora", rank=2, bits=4, group_size=32, scale_bits=16, offset=True, leave_dense=("*.down_proj",)
+)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llava"])
+def test_the_names_in_an_mlx_export_are_those_of_its_tensors(family, folder, tmp_path):
+    """mlx-lm leaves out what it does not find, without an error."""
+    hasslefree.compress(folder, tmp_path / "out", ON_GRID, segments=segments(), tokenizer=NO_TOKENIZER)
+    export(tmp_path / "out", tmp_path / "mlx", "mlx")
+    stored = tensors_of(tmp_path / "mlx" / "base")
+    parameters = json.loads((tmp_path / "mlx" / "adapter_config.json").read_text())["lora_parameters"]
+    assert parameters["keys"]
+    assert all(f"{name}.scales" in stored for name in parameters["keys"])
+    adapter = load_file(tmp_path / "mlx" / "adapters.safetensors")
+    assert {name.rpartition(".")[0] for name in adapter} == set(parameters["keys"])
+
+
+@pytest.mark.parametrize("family", ["llava"])
+def test_the_gguf_export_is_of_the_decoder(family, folder, tmp_path):
+    """llama.cpp's converter writes what sees into a file of its own. Oracle: the gguf package."""
+    gguf = pytest.importorskip("gguf")
+    hasslefree.compress(folder, tmp_path / "out", ON_GRID, segments=segments(), tokenizer=NO_TOKENIZER)
+    text = "model.language_model."
+    dense = {name.replace(text, "model."): tensor for name, tensor in made(family).state_dict().items()
+             if name.startswith((text, "lm_head"))}  # fmt: skip
+    template = write_template(tmp_path / "template.gguf", dense)
+    export(tmp_path / "out", tmp_path / "gguf", "gguf", template=template)
+    names = {tensor.name for tensor in gguf.GGUFReader(tmp_path / "gguf" / "model.gguf").tensors}
+    assert names == {tensor.name for tensor in gguf.GGUFReader(template).tensors}
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llava"])

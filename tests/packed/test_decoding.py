@@ -56,7 +56,8 @@ def test_layers_on_the_disk_are_decoded_at_a_call(coded, tmp_path):
     folder, expected = coded
     model = AutoModelForCausalLM.from_pretrained(folder, device_map={"": "disk"}, offload_folder=tmp_path)
     assert not dict(entropy_coded(model))
-    assert torch.equal(logits(model, segments()), expected)
+    # No kernel multiplies what is not in memory.
+    torch.testing.assert_close(logits(model, segments()), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_damaged_codes_are_refused_by_the_name_of_their_layer(coded, tmp_path):

@@ -109,6 +109,8 @@ class HasslefreeQuantizer(HfQuantizer):
         # For transformers this forbids .half(), .float() and training; here the values are floats
         # like any others.
         model.is_quantized = False  # type: ignore[assignment]
+        # The configuration has the names of transformers, and `save_pretrained` keeps them.
+        model._weight_conversions = []  # type: ignore[assignment]
         decode_layers(model)
         slow = layers_without_numba(model)
         if slow:

@@ -3,6 +3,7 @@
 Prompts, choices and metrics are those of the harness; a folder replaces only the data set.
 """
 
+import glob
 import importlib.util
 import json
 import tempfile
@@ -150,7 +151,7 @@ def _local_data(
     cache: str,
 ) -> dict[str, Any]:
     """The changes to a task's definition for the rows in FOLDER/<name>.jsonl."""
-    data_files = {"validation": str((folder / f"{name}.jsonl").resolve())}
+    data_files = {"validation": glob.escape(str((folder / f"{name}.jsonl").resolve()))}
     changes: dict[str, Any] = {
         "dataset_path": "json",
         "dataset_name": None,

@@ -265,6 +265,12 @@ def write_older_rotary(file: Path) -> None:
                 continue
             for name in ("rope_theta", "partial_rotary_factor"):
                 if name in rest:
-                    part.setdefault(name, rest.pop(name))
+                    add_missing(part, name, rest.pop(name))
             if rest.get("rope_type", "default") != "default":
-                part.setdefault("rope_scaling", rest)
+                add_missing(part, "rope_scaling", rest)
+
+
+def add_missing(part: dict[str, Any], name: str, value: Any) -> None:
+    """Set an entry that is missing or null."""
+    if part.get(name) is None:
+        part[name] = value

@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 from hasslefree.checkpoint.record import read_record
 from hasslefree.errors import ModelError, option
 from hasslefree.exports.codes import Coded, check_layers
-from hasslefree.exports.formats import Factors, Target, factors_of, summed
+from hasslefree.exports.formats import Factors, Target, dense_shapes, factors_of, summed
 from hasslefree.exports.template import Place, Template, find_matrices, find_vector
+from hasslefree.models.blocks import find_blocks, other_modalities
 from hasslefree.models.sites import find_sites
 from hasslefree.packed.layouts import pack_bits
 from hasslefree.packed.storage import unpack_codes
@@ -106,11 +107,15 @@ def find_places(
 ) -> tuple[dict[str, Place], dict[str, Tensor]]:
     """Where each layer is in the template, and by their name there, the vectors that differ; or a
     ModelError.
+
+    llama.cpp keeps what processes images or sound in a file of its own.
     """
     sites = find_sites(model)
+    original = dense_shapes(model)
+    others = tuple(f"{name}." for name in other_modalities(original, find_blocks(original)))
     plain: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        if name.rpartition(".")[0] not in layers:
+        if name.rpartition(".")[0] not in layers and not name.startswith(others):
             site = sites.get(name.removesuffix(".weight"))
             plain[name] = parameter.detach() if site is None else site.weight()
     matrices = {name: tensor for name, tensor in plain.items() if tensor.ndim == 2}

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from hasslefree.errors import ModelError, option
 from hasslefree.exports.codes import Coded, check_layers, dense_linear
@@ -99,14 +100,22 @@ def write_mlx(model: PreTrainedModel, target: Target) -> dict[str, Path]:
     packed: Packed = {}
     forms: dict[str, Any] = {}
     for name, coded in check_layers(model, "mlx").items():
-        forms[name] = {"group_size": coded.group, "bits": coded.grid.bits}
+        forms[stored_name(model, name)] = {"group_size": coded.group, "bits": coded.grid.bits}
         packed[name] = pack_affine(coded)
-    adapter = write_mlx_adapter(factors_of(model), target.folder)
+    factors = {stored_name(model, name): pair for name, pair in factors_of(model).items()}
+    adapter = write_mlx_adapter(factors, target.folder)
     folders = adapter or {"mlx-base alone": target.folder}
     usual = max(forms.values(), key=list(forms.values()).count)
     others = {name: form for name, form in forms.items() if form != usual}
     write_base(model, packed, target, {"quantization": usual | others})
     return folders | {"mlx-base": target.base}
+
+
+def stored_name(model: PreTrainedModel, layer: str) -> str:
+    """The name of a layer in the files that `save_pretrained` writes, as mlx-lm knows it."""
+    weight = torch.empty((), device="meta")
+    (name,) = revert_weight_conversion(model, {f"{layer}.weight": weight})
+    return name.removesuffix(".weight")
 
 
 def pack_affine(coded: Coded) -> dict[str, Tensor]:

@@ -133,7 +133,8 @@ class SparseLowRankLinear(nn.Module):
         """
         if self.spec.grid is None:
             return self.values
-        return self.get_parameter("weight_scale")
+        scale: Tensor = self.weight_scale  # type: ignore[assignment]
+        return scale
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of S by their names in the file."""
@@ -243,7 +244,9 @@ class SparseLowRankLinear(nn.Module):
         """x: (..., in) → (..., out)."""
         if self.merged_weight is not None:
             return linear(x, self.merged_weight, self.bias)
-        if self.unpacked_copy is None and not self._needs_gradients(x):
+        # A kernel would keep what accelerate takes out of memory after each call.
+        is_offloaded = getattr(self.__dict__.get("_hf_hook"), "offload", False)
+        if self.unpacked_copy is None and not is_offloaded and not self._needs_gradients(x):
             y = self.kernel.product(self, x)
             if y is not None:
                 return y

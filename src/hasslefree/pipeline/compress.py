@@ -272,6 +272,8 @@ def run(job: Job, digests: dict[str, str]) -> Record:
         for end in job.walk.blocks.ends:
             if end.name in job.ends:
                 end.replace(job.walk.model, job.ends[end.name])
+        # As in OUT, `save_pretrained` keeps transformers' names, which the configuration lists.
+        job.walk.model._weight_conversions = []  # type: ignore[assignment]
     return record
 
 

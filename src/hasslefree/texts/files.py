@@ -1,12 +1,14 @@
 """Texts in local files, and in data sets in local folders."""
 
+import csv
 import glob
 import gzip
 import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from contextlib import contextmanager
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,12 @@ TEXTS = (".txt", ".raw")
 # Files of rows that are read here, and those that `datasets` reads, with its name of the format.
 LINES = (".jsonl", ".json")
 TABLES = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
+# The split; and not a table that datasets made of a file of the same name and time.
+SPLIT: dict[str, Any] = {"split": "train", "download_mode": "reuse_cache_if_exists"}
+# Files with these names are parts of a data set, or describe one.
+_OF_DATA_SET = re.compile(
+    r"(train|test|valid|validation|dev|eval)([-._ 0-9].*)?|dataset_.*|state", re.IGNORECASE
+)
 # The fields of a question and of its answer, in data sets for fine-tuning.
 QUESTIONS = ("instruction", "prompt", "question")
 ANSWERS = ("output", "completion", "response", "answer")
@@ -33,8 +41,9 @@ def local_documents(name: str, known: Sequence[str]) -> list[Document]:
     """Read the documents of a local file or data set.
 
     A .txt file is one document. Other files have a document per row: see `document_of`. They are
-    .jsonl or .json (a list, or an object per line), both also as .gz, .parquet, .csv, or a folder
-    of `datasets`, whose train split is taken. NAME[START:STOP] names some of the rows.
+    .jsonl or .json (a list, or an object per line), both also as .gz, .parquet, .csv, a folder of
+    such files of one kind, or one of `datasets`, whose train split is taken. NAME[START:STOP] names
+    some of the rows.
     """
     path = Path(name)
     match = None if path.exists() else _SLICE.fullmatch(name)
@@ -42,27 +51,52 @@ def local_documents(name: str, known: Sequence[str]) -> list[Document]:
     if match:
         path = Path(match["path"])
         chosen = row_slice(match["rows"], path)
-    plain = path.with_suffix("") if path.suffix.lower() == ".gz" else path
-    kind = plain.suffix.lower()
-    is_table = kind in TABLES or bool(name and path.is_dir())
-    if not is_table and kind not in TEXTS + LINES:
+    kind = kind_of(path)
+    is_folder = bool(name) and path.is_dir()
+    if not is_folder and kind not in (*TEXTS, *LINES, *TABLES):
         formats = ", ".join(sorted([*TEXTS, *LINES, *TABLES]))
         raise UnknownNameError(
             "text", name, [*known, f"a file ({formats})", "a folder of datasets"]
         )
     if not path.exists():
         raise CalibrationError(f"the text file {path} does not exist; check its path")
-    if match and kind in TEXTS and not is_table:
+    if match and kind in TEXTS and not is_folder:
         raise CalibrationError(f"{path} is one document, without rows; leave out [{match['rows']}]")
-    if is_table:
-        rows = row_documents(path, table_rows(path, kind))
-    else:
-        text = read_text(path)
-        rows = json_documents(path, text) if kind in LINES else iter([text])
+    rows = folder_documents(path) if is_folder else file_documents(path)
     documents = list(islice(rows, chosen.start, chosen.stop))
     if all(isinstance(document, str) and not document.strip() for document in documents):
         raise CalibrationError(f"the text {name} is empty; give another file, or other rows of it")
     return documents
+
+
+def kind_of(path: Path) -> str:
+    """The ending that tells the format of a file, before .gz."""
+    plain = path.with_suffix("") if path.suffix.lower() == ".gz" else path
+    return plain.suffix.lower()
+
+
+def file_documents(path: Path) -> Iterator[Document]:
+    """The documents of a file."""
+    kind = kind_of(path)
+    if kind in TABLES:
+        return row_documents(path, table_rows(path, kind))
+    text = read_text(path)
+    return json_documents(path, text) if kind in LINES else iter([text])
+
+
+def folder_documents(path: Path) -> Iterator[Document]:
+    """The documents of the files of a folder by their names, or of a data set of `datasets`.
+
+    `datasets` reads splits out of names, such as that of training.txt, and leaves other files out.
+    """
+    files = [file for file in sorted(path.iterdir()) if not file.name.startswith(".")]
+    kinds = {kind_of(file) for file in files}
+    is_flat = all(file.is_file() for file in files)
+    is_data_set = any(_OF_DATA_SET.fullmatch(file.stem) for file in files)
+    is_of_one_kind = len(kinds) == 1 and kinds <= {*TEXTS, *LINES, *TABLES}
+    if is_flat and is_of_one_kind and not is_data_set:
+        return chain.from_iterable(map(file_documents, files))
+    return row_documents(path, folder_rows(path))
 
 
 def row_slice(rows: str, path: Path) -> slice:
@@ -90,27 +124,52 @@ def read_text(path: Path) -> str:
     return text
 
 
-def table_rows(path: Path, kind: str) -> Iterable[Any]:
-    """The rows of a file in a format of `TABLES`, or of a data set in a folder."""
-    import datasets
-
-    loaded: Any
-    # A cell of CSV is a text, also if it is empty or says "null".
-    options = {"keep_default_na": False} if kind == ".csv" else {}
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn errors of `datasets` about a file or a folder into a CalibrationError."""
     try:
-        if not path.is_dir():
-            file = glob.escape(str(path))
-            return datasets.load_dataset(TABLES[kind], data_files=file, split="train", **options)
-        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            loaded = datasets.load_from_disk(str(path))
-            return loaded["train"] if isinstance(loaded, dict) else loaded
-        loaded = datasets.load_dataset(str(path), split="train")
-        if loaded.info.builder_name == "text":  # of each file, not of each line
-            return datasets.load_dataset(str(path), split="train", sample_by="document")
-        return loaded
+        yield
     except Exception as error:  # whatever the reader of the format may raise
         cause = str(error).strip().split("\n")[0]
         raise CalibrationError(f"{path} cannot be read by datasets: {cause}; convert it") from error
+
+
+def table_rows(path: Path, kind: str) -> Iterable[Any]:
+    """The rows of a file in a format of `TABLES`."""
+    import datasets
+
+    options: dict[str, Any] = {"data_files": glob.escape(str(path.resolve()))} | SPLIT
+    with reading(path):
+        if kind == ".csv":
+            # A cell is a text, also if it is empty, a number or "null".
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                header = next(csv.reader(file), [])
+            text = datasets.Value("string")
+            features = datasets.Features(dict.fromkeys(header, text))
+            options |= {"keep_default_na": False, "features": features}
+        return datasets.load_dataset(TABLES[kind], **options)
+
+
+def folder_rows(path: Path) -> Iterable[Any]:
+    """The rows of the train split of a data set in a folder."""
+    import datasets
+
+    folder = str(path.resolve())
+    loaded: Any
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        with reading(path):
+            loaded = datasets.load_from_disk(folder)
+            return loaded["train"] if isinstance(loaded, dict) else loaded
+    if glob.has_magic(folder):
+        raise CalibrationError(
+            f"{folder} has one of *, ? and [ in its path, by which datasets finds other folders;"
+            " rename it"
+        )
+    with reading(path):
+        loaded = datasets.load_dataset(folder, **SPLIT)
+        if loaded.info.builder_name == "text":  # of each file, not of each line
+            return datasets.load_dataset(folder, sample_by="document", **SPLIT)
+        return loaded
 
 
 def row_documents(path: Path, rows: Iterable[Any]) -> Iterator[Document]:

@@ -1,6 +1,7 @@
 """Texts by name or local path: their documents, and how their perplexity is measured."""
 
 from collections.abc import Sequence
+from itertools import chain, islice
 
 from hasslefree.texts.files import Document, local_documents
 from hasslefree.texts.hub import FEW, HUB_TEXTS, Protocol, documents_on_hub
@@ -68,6 +69,11 @@ def evaluation_documents(name: str) -> Sequence[Document]:
     if name not in HUB_TEXTS:
         return local_documents(name, MEASURED)
     text = HUB_TEXTS[name]
+    files = text.evaluation.get("data_files")
+    if isinstance(files, list):  # a language each
+        parts = [documents_on_hub(name, text.evaluation | {"data_files": file}) for file in files]
+        alternating = chain.from_iterable(zip(*parts, strict=False))
+        return list(islice(alternating, text.protocol.documents))
     documents: Sequence[Document] = documents_on_hub(name, text.evaluation)
     return documents[: text.protocol.documents]
 

@@ -261,6 +261,24 @@ def test_a_group_of_equal_entries_beside_others(bits):
         torch.testing.assert_close(layer(x), F.linear(x, found.sparse), rtol=0.02, atol=0)
 
 
+@pytest.mark.parametrize("names", [("weight_packed",), ("weight_packed", "weight_scale", "weight_zero_point")])
+def test_tensors_that_stand_for_a_call_leave_the_layer_as_it_was(names):
+    """Oracle: a layer that has these tensors; and the layer before the call."""
+    layer, expected, _ = layer_of(WHOLE, bias=False, rank=0)
+    other, others, _ = layer_of(WHOLE, bias=False, rank=0, size=2.0)
+    if len(names) == 1:
+        other.load_state_dict(layer.state_dict() | {"weight_packed": layer.state_dict()["weight_packed"].flip(0)})
+        others = other.unpacked().double()
+    x = torch.randn(1, 192).bfloat16()
+    with torch.no_grad():
+        layer(x)
+        stand_ins = {name: tensor.clone() for name, tensor in other.state_dict().items() if name in names}
+        y = torch.func.functional_call(layer, stand_ins, (x,))
+        assert close(y, x.double() @ others.T)
+        assert close(layer(x), x.double() @ expected.T)
+    assert layer.state_dict()["weight_packed"] is not None
+
+
 def test_zeros_that_change_in_place_count():
     """Oracle: the dense backend."""
     layer, _, _ = layer_of(WHOLE)

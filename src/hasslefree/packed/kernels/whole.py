@@ -204,10 +204,13 @@ class CodesKernel(Kernel):
     def product(self, layer: "SparseLowRankLinear", x: Tensor) -> Tensor | None:
         if layer.backend not in (None, *backends.OF_CODES) or layer.wide_factors:
             return None
-        weight_scale = layer._parameters["weight_scale"]
-        assert weight_scale is not None
+        weight_scale = layer._parameters.get("weight_scale")
+        if weight_scale is None:  # a tensor stands for it, as within `functional_call`
+            return None
         if x.dtype != weight_scale.dtype or x.shape[-1] != layer.in_features:
             return None
+        if self.prepared.operands is not None and layer._buffers["weight_packed"] is not None:
+            return None  # other codes stand for those that are held, until these are asked for
         flat = x.reshape(-1, x.shape[-1])
         traced = is_traced(x)
         prepared = self.prepared
@@ -295,13 +298,12 @@ class CodesKernel(Kernel):
 
     def release(self, layer: "SparseLowRankLinear") -> None:
         prepared = self.prepared
-        if prepared.operands is None:
+        if prepared.operands is None or layer._buffers["weight_packed"] is not None:
             return
-        if layer._buffers["weight_packed"] is None:
-            codes = prepared.operands.all_codes()
-            assert prepared.index is not None
-            with torch.inference_mode(False):  # a buffer that can be changed in place later
-                layer._buffers["weight_packed"] = layer.spec.pack(codes, prepared.index)
+        codes = prepared.operands.all_codes()
+        assert prepared.index is not None
+        with torch.inference_mode(False):  # a buffer that can be changed in place later
+            layer._buffers["weight_packed"] = layer.spec.pack(codes, prepared.index)
         self.prepared = NO_CODES
 
 
