@@ -6,7 +6,8 @@
 
 First the parameters kept, disk and time of every compression are printed (--plan stops there), then the measured values
 beside the paper's; they are also written to FOLDER/tableN.json and FOLDER/figure1.json. Rows that FOLDER (--output)
-holds are not measured again, in whatever table they appear, and an interrupted run continues where it stopped.
+holds are not measured again, in whatever table they appear, and an interrupted run continues where it stopped, that of
+figure1 after its last layer (FOLDER/errors.json).
 
 --record NAME also collects all that FOLDER holds in benchmarks/results/reproduction_NAME.json, beside what that file
 holds at the same scale, and draws the figure in docs/results/figure1_NAME.png. The results there are of table1,
@@ -30,9 +31,9 @@ import torch
 from rich.table import Table
 
 import pictures
-from harness.figure1 import COMPARED, layer_errors
+from harness.figure1 import COMPARED, Errors, layer_errors
 from harness.paper import ADDED, MODELS, Job, Scale, table_jobs
-from harness.record import RESULTS, ROOT, machine, mean, write
+from harness.record import RESULTS, ROOT, machine, mean, resumed, write
 from harness.styles import save
 from hasslefree.checkpoint.record import read_record
 from hasslefree.cli.bars import phase_bars
@@ -255,7 +256,16 @@ def reproduce_figure(args: argparse.Namespace, progress: Listener | None = None)
     if unknown := set(methods) - COMPARED.keys():
         raise UnknownNameError("method of figure 1", min(unknown), COMPARED)
     model, recipe = args.model or FIGURE_MODEL, scale_of(args).recipe(FIGURE_RECIPE)
-    errors = layer_errors(model, recipe, methods, args.block, args.rounds, args.device, progress)
+    header = {name: getattr(args, name) for name in (*RECORDED, "block")} | {"model": model}
+    measured = resumed(args.output / "errors.json", header, "errors")
+
+    def keep(errors: Errors) -> None:
+        measured["errors"] |= errors
+        write(args.output / "errors.json", measured)
+
+    errors = layer_errors(
+        model, recipe, methods, args.block, args.rounds, args.device, progress, measured["errors"], keep
+    )
     content = {"model": model, "block": args.block, "pattern": recipe.pattern, "rank": recipe.rank, "errors": errors}
     write(args.output / "figure1.json", content)
     save(pictures.layer_errors(content), args.output / "figure1.png")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -36,6 +37,10 @@ COMPARED: dict[str, Method] = {
 }
 
 
+# Method → layer → relative error.
+Errors = dict[str, dict[str, float]]
+
+
 class BlockDoneError(Exception):
     """Ends a forward pass after the block whose inputs are collected."""
 
@@ -48,12 +53,15 @@ def layer_errors(
     rounds: int | None = None,
     device: str | None = None,
     progress: Listener | None = None,
-) -> dict[str, dict[str, float]]:
-    """Method → layer → relative error. All methods decompose the layers of one block on the Grams of the dense model.
+    known: Errors | None = None,
+    keep: Callable[[Errors], None] = lambda errors: None,
+) -> Errors:
+    """All methods decompose the layers of one block on the Grams of the dense model.
 
     Args:
         recipe: pattern, rank, calibration and seed; its method is ignored.
         methods: keys of `COMPARED`. block: its number, from 0. rounds: of every method; None for the defaults.
+        known: errors that are not measured again. keep: called with all errors after each one.
 
     Raises:
         ModelError: the model has no such block.
@@ -65,17 +73,19 @@ def layer_errors(
     sites = find_sites(blocks[block])
     segments = draw(dense, load_tokenizer(model), recipe).to(dense.device)
     grams = block_grams(dense, blocks[block], sites, segments)
-    short, errors = short_names(sites), {method: dict[str, float]() for method in methods}
-    for name in Phases(progress).counted(SOLVING, sites, len(sites), "layers"):
-        for method in methods:
-            solver = COMPARED[method]
-            if rounds is not None:
-                solver = dataclasses.replace(solver, rounds=rounds)
-            solved = decompose(
-                sites[name].weight(), grams[name], recipe.pattern, recipe.rank, method=solver, seed=recipe.seed
-            )
-            errors[method][short[name]] = solved.relative_error
-    return errors
+    short = short_names(sites)
+    errors: Errors = {method: dict((known or {}).get(method, {})) for method in methods}
+    missing = [(method, name) for method in methods for name in sites if short[name] not in errors[method]]
+    for method, name in Phases(progress).counted(SOLVING, missing, len(missing), "layers"):
+        solver = COMPARED[method]
+        if rounds is not None:
+            solver = dataclasses.replace(solver, rounds=rounds)
+        solved = decompose(
+            sites[name].weight(), grams[name], recipe.pattern, recipe.rank, method=solver, seed=recipe.seed
+        )
+        errors[method][short[name]] = solved.relative_error
+        keep(errors)
+    return {method: {short[name]: errors[method][short[name]] for name in sites} for method in methods}
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import reproduction
 import torch
+from harness import figure1
 from harness.figure1 import COMPARED, layer_errors
 from harness.paper import MODELS, RECIPES, TASKS, Scale, paper_rows, table_jobs
 from reproduction import beside_earlier, compare, cost, cost_table, main, result_table, run_jobs
@@ -200,6 +201,27 @@ def test_figure_1_is_each_layer_on_the_gram_of_the_dense_model():
                     method,
                     name,
                 )
+
+
+def test_an_interrupted_figure_continues_after_its_last_layer(tmp_path, monkeypatch):
+    words = ["figure1", "--methods", "oats", "joint", *map(str, QUICK), "--output", str(tmp_path)]
+    decompose, layers = figure1.decompose, []
+
+    def counting(*arguments, **options):
+        layers.append(arguments[0].shape)
+        if len(layers) == 9:
+            raise KeyboardInterrupt
+        return decompose(*arguments, **options)
+
+    monkeypatch.setattr(figure1, "decompose", counting)
+    with pytest.raises(KeyboardInterrupt):
+        main(words)
+    main(words)
+    assert len(layers) == 9 + 6, "eight were done, and the ninth is begun again"
+    measured = json.loads((tmp_path / "figure1.json").read_text())["errors"]
+    main(words)
+    assert len(layers) == 9 + 6
+    assert json.loads((tmp_path / "figure1.json").read_text())["errors"] == measured
 
 
 QUICK = ["--model", MODEL, "--calibration", CALIBRATION, "--texts", f"wikitext2={HELD_OUT}", "--tasks", "--rank", 4,
