@@ -130,10 +130,10 @@ def test_an_output_folder_in_use_needs_overwrite_and_survives_a_failure(tmp_path
 
     # An OSError of our own, and the plain exception that the tokenizers library raises.
     for full in (OSError(28, "No space left"), Exception("No space left on device (os error 28)")):
-        model = build("llama")
-        monkeypatch.setattr(model.config, "save_pretrained", Mock(side_effect=full))
-        with pytest.raises(OutputError, match="No space left.*finished blocks are kept.*resume=True"):
-            hasslefree.compress(model, out, recipe, segments=segments(), overwrite=True)
+        with monkeypatch.context() as patch:
+            patch.setattr("hasslefree.pipeline.metadata.restore_keys", Mock(side_effect=full))
+            with pytest.raises(OutputError, match="No space left.*finished blocks are kept.*resume=True"):
+                hasslefree.compress(build("llama"), out, recipe, segments=segments(), overwrite=True)
         assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "out.unfinished"]
         assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 

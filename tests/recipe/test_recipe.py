@@ -63,11 +63,6 @@ def test_a_default_size_is_no_problem_of_the_recipe():
     assert str(refused(allocate="owl")).count("allocate owl") == 1
 
 
-@pytest.mark.parametrize("pattern", ["dense", "1:1", "4:4"])
-def test_a_pattern_that_keeps_every_entry_compresses_nothing(pattern):
-    assert "so nothing would be compressed" in str(refused(pattern=pattern, rank=0))
-
-
 def test_every_problem_of_several_fields_is_reported_at_once():
     message = str(refused(pattern="5:4", rank=4, ratio=0.5, method="hasslefree", calibration="wikitext"))
     for part in ("5:4 is impossible", "give rank or ratio", "unknown method 'hasslefree'", "Did you mean 'wikitext2'"):

@@ -268,7 +268,7 @@ def test_names_in_a_picture_do_not_overlap(opened, crowd, size, text):
         assert apart or max(one["y"], other["y"]) >= min(one["y"] + one["height"], other["y"] + other["height"])
 
 
-def test_phases_are_bars_of_their_share_of_the_whole_time(opened, file):
+def test_phases_are_bars_of_their_share_of_the_time_of_all(opened, file):
     """Oracle: the seconds in the file beside the folder; a folder without such a file shows no section."""
     page = opened()
     rows = page.locator(".phases tbody tr:visible")
@@ -279,7 +279,8 @@ def test_phases_are_bars_of_their_share_of_the_whole_time(opened, file):
     widths = page.locator(".phases i").evaluate_all(
         "bars => bars.map(bar => bar.getBoundingClientRect().width / bar.closest('td').getBoundingClientRect().width)"
     )
-    shares = [phase["seconds"] / stored["seconds"] for phase in stored["phases"]]
+    together = sum(phase["seconds"] for phase in stored["phases"])
+    shares = [phase["seconds"] / together for phase in stored["phases"]]
     inner = widths[1] / shares[1]  # what the padding leaves of a cell
     assert inner == pytest.approx(1, abs=0.1)
     assert widths == [pytest.approx(share * inner, rel=0.02) for share in shares]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hasslefree.core.budgets import Budget, parse_pattern
+from hasslefree.core.budgets import Budget
 from hasslefree.core.factors import BITS as FACTOR_BITS
 from hasslefree.core.factors import check_factor_bits
 from hasslefree.core.grids import BITS, MOST_RATE, RATES, Grid, check_bits
@@ -212,8 +212,6 @@ def resolve(recipe: Fields, with_text: bool = True) -> Resolved:
 
 def with_defaults(recipe: Fields) -> Fields:
     """Fill in the fields that the recipe leaves open."""
-    if keeps_every_entry(recipe.pattern):
-        recipe = dataclasses.replace(recipe, pattern="dense")
     # In this order: each default depends on the fields before it.
     openings: dict[str, Callable[[Fields], Any]] = {
         "size": default_size,
@@ -231,15 +229,6 @@ def with_defaults(recipe: Fields) -> Fields:
     size = size_defaults(recipe)
     given = {name: value for name, value in vars(recipe).items() if value is not None}
     return dataclasses.replace(recipe, **effort | method | engine | size | given)
-
-
-def keeps_every_entry(pattern: str | None) -> bool:
-    """Say whether a pattern is N:N, another name of dense."""
-    try:
-        parsed = parse_pattern(pattern or "")
-    except HasslefreeError:  # which is reported with the other problems
-        return False
-    return parsed is not None and parsed.n == parsed.m
 
 
 def default_size(recipe: Fields) -> str | None:

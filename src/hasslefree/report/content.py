@@ -205,11 +205,10 @@ def read_evaluations(paths: Sequence[Path], folders: Mapping[Path, Path]) -> dic
             add(results.dense.model, results.dense)
 
     for resolved, folder in folders.items():
-        dense = read_record(folder).model
         for file in sorted(folder.glob("evaluation*.json"), reverse=True):
             results = read_results(file)
-            is_dense = same_model(results.model, dense)
-            add(dense if is_dense else str(resolved), results)
+            dense = read_record(folder).model
+            add(dense if same_model(results.model, dense) else str(resolved), results)
     for path in paths:
         if not path.is_dir():
             results = read_results(path)
