@@ -15,9 +15,9 @@ table2, table4 and figure1 with --rank 16 --samples 32 --max-tokens 16384: `embe
 --limit 25 --texts held_out=.../demo/held_out.txt; `reference`, with --seqlen 256 --limit 25 --max-tokens 8192;
 `smollm2`, without tasks, with --seqlen 1024 --rounds 20. `qwen`, an off-grid Qwen2.5-Coder-0.5B-Instruct, has
 --samples 32 --seqlen 1024 --max-tokens 16384, without tasks: table1 with --settings 2:4 --methods sparsegpt wanda
-dsnot; table2 with --like Llama-3.2-1B --settings '2:4 + rank 64' --methods oats joint-balanced, and --methods hassle-free
-with --rounds 20; and figure1 with --methods oats "hassle-free, gaussian start" hassle-free "hassle-free, exact step"
-joint.
+dsnot; table2 with --like Llama-3.2-1B --settings '2:4 + rank 64' --methods oats joint-balanced, and --methods
+hassle-free with --rounds 20; and figure1 with --methods oats "hassle-free, gaussian start" hassle-free "hassle-free,
+exact step" joint.
 """
 
 from __future__ import annotations
