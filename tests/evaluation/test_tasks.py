@@ -74,7 +74,8 @@ def test_the_rows_are_those_of_the_folder_that_is_named(tmp_path):
     for name, row in (("x1", LACKING), ("x[1]", ROWS["piqa"][0])):
         (tmp_path / name).mkdir()
         write_rows(tmp_path / name, {"piqa": [row]})
-    load_task("piqa", tmp_path / "x[1]", None)
+    task = load_task("piqa", tmp_path / "x[1]", None)
+    assert [row["goal"] for row in task.eval_docs] == [ROWS["piqa"][0]["goal"]]
 
 
 def test_only_the_rows_within_the_limit_are_checked(tmp_path):

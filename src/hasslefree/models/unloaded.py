@@ -31,11 +31,16 @@ def weight_of(name: str) -> str:
     return name
 
 
+def is_on_disk(model: PreTrainedModel) -> bool:
+    """Say whether weights of a model are not in memory."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
 def copied_bytes(model: PreTrainedModel) -> int:
     """The size of the tensors that are copied from the files of a model; 0 if it is in memory, or
     its files cannot be read.
     """
-    if not any(parameter.is_meta for parameter in model.parameters()):
+    if not is_on_disk(model):
         return 0
     try:
         copied = without_codes(unloaded_tensors(model))

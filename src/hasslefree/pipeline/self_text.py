@@ -18,6 +18,7 @@ from hasslefree.errors import CalibrationError, MemoryShortError, option
 from hasslefree.models.calls import replaced
 from hasslefree.models.load import check_ids, load_model
 from hasslefree.models.tokenizer import encode, surrounding_tokens, written
+from hasslefree.models.unloaded import is_on_disk
 from hasslefree.planning.machine import free_memory
 from hasslefree.units import size
 
@@ -46,11 +47,6 @@ def check_writer(model: PreTrainedModel, tokenizer: Any, device: torch.device) -
     check_ids(model, torch.tensor(beginning(tokenizer)), tokenizer)
     if is_on_disk(model):
         check_memory(model, device)
-
-
-def is_on_disk(model: PreTrainedModel) -> bool:
-    """Say whether weights of a model are not in memory."""
-    return any(parameter.is_meta for parameter in model.parameters())
 
 
 def check_memory(model: PreTrainedModel, device: torch.device) -> None:
