@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hasslefree.core.gram import dtype_name, working_dtype
 from hasslefree.core.patterns import Counted, Pattern
-from hasslefree.core.scales import FLOATS, LEAST, SCALE_BITS, Floats, Multiples, suits_half
+from hasslefree.core.scales import FLOATS, SCALE_BITS, SMALLEST_HALF, Floats, Multiples, suits_half
 from hasslefree.errors import GridError, option
 from hasslefree.validation import Checked, Positive
 
@@ -312,7 +312,7 @@ class Grid(Checked):
     ) -> "Levels":
         """Levels whose codes run from low to high. Without an offset, 0 is between them."""
         span = storage.scales((high - low) / self.top)
-        scale = torch.where(span != 0, span, LEAST)  # a group of equal entries
+        scale = torch.where(span != 0, span, SMALLEST_HALF)  # a group of equal entries
         if self.offset and self.scale_bits:
             # Where scales are coarse, codes from the low end lose less than codes in the middle.
             zero = storage.offsets(low)

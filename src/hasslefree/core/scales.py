@@ -29,7 +29,7 @@ SCALE_BITS = (3, 4, 5, 6, 8)
 EIGHT_BITS = 2.0**-17
 # The smallest number of float16, which is the scale of a group that needs none: a larger one would
 # count in the learning rate of all scales, and multiply what cancels.
-LEAST = 2.0**-24
+SMALLEST_HALF = 2.0**-24
 
 
 def as_float(numbers: Tensor, half: Tensor | None = None) -> Tensor:
@@ -165,7 +165,7 @@ def unit_of(
     half: Tensor | None,
 ) -> Tensor:
     """The unit (out, blocks) of numbers (out, blocks, groups) on one side of 0; for zeros, one of
-    `LEAST` steps.
+    `SMALLEST_HALF` steps.
 
     Args:
         bits: the largest number is about 2^bits − 1 steps of unit / 2^bits.
@@ -176,7 +176,7 @@ def unit_of(
     unit = as_float(numbers.abs().amax(2) * (steps / (steps - 1)), half)
     if half_steps:
         unit = with_half_steps(unit, bits)
-    return torch.where(unit > 0, unit, steps * LEAST)
+    return torch.where(unit > 0, unit, steps * SMALLEST_HALF)
 
 
 def with_half_steps(unit: Tensor, bits: int) -> Tensor:

@@ -5,6 +5,7 @@ further tokens.
 import re
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -22,6 +23,8 @@ DEQUANTISED = (
 # Constants that old checkpoints hold and that models compute today: of rotary embeddings,
 # positions, and the masks of GPT-2.
 CONSTANTS = re.compile(r"rotary_emb\.inv_freq$|position_ids$|\.attn\.(masked_)?bias$")
+# What `copied_bytes` found: a plan asks several times, and large checkpoints have 100,000 tensors.
+_COPIED: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
 
 
 def weight_of(name: str) -> str:
@@ -42,11 +45,13 @@ def copied_bytes(model: PreTrainedModel) -> int:
     """
     if not is_on_disk(model):
         return 0
-    try:
-        copied = without_codes(unloaded_tensors(model))
-    except CheckpointError:  # `plan` needs no files
-        return 0
-    return sum(tensor.meta.nbytes for tensor in copied.values())
+    if model not in _COPIED:
+        try:
+            copied = without_codes(unloaded_tensors(model))
+        except CheckpointError:  # `plan` needs no files
+            copied = {}
+        _COPIED[model] = sum(tensor.meta.nbytes for tensor in copied.values())
+    return _COPIED[model]
 
 
 def unloaded_tensors(model: PreTrainedModel) -> dict[str, StoredTensor]:

@@ -16,7 +16,8 @@ class Advice:
         bits: the least and the most bits of a layer; None without grids.
         rank: the least and the largest rank of a layer.
         bytes: the size of all weights of the model, including those that stay dense.
-        divergence: the estimated loss, in nats per token, before any training.
+        divergence: the estimated loss, in nats per token, before any training; for ranks above
+            those that were measured, an upper bound.
     """
 
     plan: Plan = dataclasses.field(repr=False)

@@ -205,9 +205,10 @@ def read_evaluations(paths: Sequence[Path], folders: Mapping[Path, Path]) -> dic
             add(results.dense.model, results.dense)
 
     for resolved, folder in folders.items():
-        for file in sorted(folder.glob("evaluation*.json"), reverse=True):
+        files = sorted(folder.glob("evaluation*.json"), reverse=True)
+        dense = read_record(folder).model if files else ""
+        for file in files:
             results = read_results(file)
-            dense = read_record(folder).model
             add(dense if same_model(results.model, dense) else str(resolved), results)
     for path in paths:
         if not path.is_dir():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hasslefree.core.entropy import encode, words_for_rate
 from hasslefree.core.grids import Grid, Quantised, Scaling
-from hasslefree.core.scales import LEAST, Floats, as_float, suits_half
+from hasslefree.core.scales import SMALLEST_HALF, Floats, as_float, suits_half
 
 # The share of the bits that may stay unused, the tries after which more may, and all tries.
 UNUSED = 0.002
@@ -60,7 +60,7 @@ def at_rate(
     half = suits_half(target, REACH)
     step, least = steps_to_try(deviations, reach / widths, widths, grid.rate)
     if half:  # the scale of no row may become zero
-        least = max(least, (LEAST / heights).log2().amax().item())
+        least = max(least, (SMALLEST_HALF / heights).log2().amax().item())
         step = max(step, least)
     best: Quantised | None = None
     for tries in range(1, MOST_TRIES + 1):

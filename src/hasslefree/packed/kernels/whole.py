@@ -157,8 +157,8 @@ class PreparedCodes:
 
     Args:
         key: of the tensors that the layer has left.
-        tensors: these, held so that no other tensor takes their addresses;
-            none if nothing was made of them.
+        tensors: these, held so that no other tensor takes their addresses; none if nothing was made
+            of them.
         operands: the codes and scales; None if another backend multiplies.
         index: of these codes, even if the layer gets another.
         factors: L and the bias for a few tokens on a CPU; None without both, or if `takes_few` is
