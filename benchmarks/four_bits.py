@@ -129,6 +129,7 @@ MIXED: Rows = {
         "398MB, balanced",
         "247MB, fast",
         "5.2bits, balanced",
+        "GGUF, 979MB, fast",
         *ENTROPY_CODED,
     )
 }
