@@ -118,7 +118,7 @@ OURS: Rows = {
 }
 ENTROPY_CODED: Rows = {
     f"{name}, entropy-coded": Spec(spec.settings | {"coding": "entropy"})
-    for size in ("105MB", "398MB", "5.2bits", "4.6bits", "4.3bits", "3.54bits")
+    for size in ("105MB", "398MB", "985MB", "5.2bits", "4.6bits", "4.3bits", "3.54bits")
     for name, spec in sized_rows(size, ("fast", "balanced", "best")).items()
 }
 MIXED: Rows = {
