@@ -8,7 +8,7 @@ standard deviation of 2^(class / STEPS − OCTAVES), rounded. `LibraryStack` is 
 
 import functools
 import importlib.util
-import math
+from statistics import NormalDist
 from typing import Any, Protocol
 
 import constriction
@@ -62,30 +62,25 @@ class LibraryStack:
         self.coder = constriction.stream.stack.AnsCoder(words)
 
     def push(self, symbols: np.ndarray, classes: np.ndarray) -> None:
-        order = np.argsort(classes, kind="stable")
-        ordered = symbols[order].astype(np.int32)
-        ends = np.cumsum(np.bincount(classes, minlength=CLASSES))
+        by_class = places_by_class(classes)
         for index in reversed(range(CLASSES)):
-            start = ends[index - 1] if index else 0
-            if ends[index] > start:
-                self.coder.encode_reverse(ordered[start : ends[index]], model(index))
+            self.coder.encode_reverse(symbols[by_class[index]].astype(np.int32), model(index))
 
     def pop(self, classes: np.ndarray) -> np.ndarray:
-        order = np.argsort(classes, kind="stable")
-        counts = np.bincount(classes, minlength=CLASSES)
-        ordered = [
-            self.coder.decode(model(index), int(count))
-            for index, count in enumerate(counts)
-            if count
-        ]
         symbols = np.empty(classes.size, np.uint8)
-        if ordered:
-            symbols[order] = np.concatenate(ordered)
+        for index, places in enumerate(places_by_class(classes)):
+            symbols[places] = self.coder.decode(model(index), len(places))
         return symbols
 
     def words(self) -> np.ndarray:
         words: np.ndarray = self.coder.get_compressed()
         return words
+
+
+def places_by_class(classes: np.ndarray) -> list[np.ndarray]:
+    """The places of the symbols of each class, in rising order."""
+    ends = np.cumsum(np.bincount(classes, minlength=CLASSES))
+    return np.split(np.argsort(classes, kind="stable"), ends[:-1])
 
 
 @functools.cache
@@ -94,8 +89,7 @@ def model(index: int) -> Any:
 
     They are rounded before they are handed over, so that they are the same on every machine.
     """
-    deviation = 2 ** (index / STEPS - OCTAVES)
-    edges = [(symbol - MIDDLE + 0.5) / deviation for symbol in range(255)]
-    below = np.array([0.0, *((1 + math.erf(edge / math.sqrt(2))) / 2 for edge in edges), 1.0])
+    gaussian = NormalDist(MIDDLE, 2 ** (index / STEPS - OCTAVES))
+    below = np.array([0.0, *(gaussian.cdf(symbol + 0.5) for symbol in range(255)), 1.0])
     shares = np.maximum(np.round(np.diff(below) * PRECISION), 1) / PRECISION
     return constriction.stream.model.Categorical(shares.astype(np.float32), perfect=False)

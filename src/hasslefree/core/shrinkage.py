@@ -55,11 +55,5 @@ def log_likelihoods(eigenvalues: Tensor, draws: int) -> Tensor:
     freedom = STRENGTHS + width + 1
     prior = width * STRENGTHS.log()
     posterior = (STRENGTHS.unsqueeze(1) + draws * eigenvalues).log().sum(1)
-    gammas = log_gamma((freedom + draws) / 2, width) - log_gamma(freedom / 2, width)
+    gammas = torch.mvlgamma((freedom + draws) / 2, width) - torch.mvlgamma(freedom / 2, width)
     return freedom / 2 * prior - (freedom + draws) / 2 * posterior + gammas
-
-
-def log_gamma(values: Tensor, width: int) -> Tensor:
-    """log Γ_m of each value, but for a constant, with m = `width`."""
-    steps = torch.arange(width, dtype=values.dtype) / 2
-    return torch.lgamma(values.unsqueeze(1) - steps).sum(1)
