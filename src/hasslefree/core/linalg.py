@@ -67,7 +67,7 @@ def inverse_of_upper(matrix: Tensor) -> Tensor:
     """The inverse of an upper triangular matrix (n, n), by halves: half of it is zero, which
     `solve_triangular` would compute too.
     """
-    if len(matrix) <= BLOCK.get(matrix.device.type, BLOCK["cpu"]):
+    if _is_one_block(matrix):
         identity = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
         return torch.linalg.solve_triangular(matrix, identity, upper=True)
     half = len(matrix) // 2
@@ -109,36 +109,35 @@ def unit_diagonal_scale(diagonal: Tensor) -> Tensor:
     return torch.where(diagonal > 0, diagonal, 1.0).sqrt()
 
 
+def _is_one_block(matrix: Tensor) -> bool:
+    """True if a matrix is inverted in one piece."""
+    return len(matrix) <= BLOCK.get(matrix.device.type, BLOCK["cpu"])
+
+
 def inverse_(matrix: Tensor) -> Tensor:
     """Overwrite a well-conditioned positive definite matrix (n, n) by its inverse. If factoring
     fails, the inverse is computed in float64.
     """
-    with matmul_precision(matrix.device):
-        inverse = _inverse_by_blocks(matrix)
-    if inverse is None:
+    try:
+        with matmul_precision(matrix.device):
+            inverse = _inverse_by_blocks(matrix)
+    except LinAlgError:
         inverse = torch.cholesky_inverse(lower_cholesky(matrix))
     return matrix.copy_(inverse)
 
 
-def _inverse_by_blocks(matrix: Tensor) -> Tensor | None:
+def _inverse_by_blocks(matrix: Tensor) -> Tensor:
     """The inverse by halves, mostly products: the inverse of the upper left block, then that of its
-    Schur complement. None if a factorisation fails.
+    Schur complement. Raises LinAlgError if a factorisation fails.
     """
-    if len(matrix) <= BLOCK.get(matrix.device.type, BLOCK["cpu"]):
-        factor, info = torch.linalg.cholesky_ex(matrix)
-        if info.item() == 0:
-            return torch.cholesky_inverse(factor)
-        return None
+    if _is_one_block(matrix):
+        return torch.cholesky_inverse(torch.linalg.cholesky(matrix))
     half = len(matrix) // 2
     first = slice(None, half)
     rest = slice(half, None)
     head = _inverse_by_blocks(matrix[first, first])
-    if head is None:
-        return None
     across = head @ matrix[first, rest]
     tail = _inverse_by_blocks(matrix[rest, rest] - matrix[rest, first] @ across)
-    if tail is None:
-        return None
     inverse = torch.empty_like(matrix)
     inverse[rest, rest] = tail
     inverse[first, rest] = (across @ tail).neg_()
