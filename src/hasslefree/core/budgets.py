@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from hasslefree.core.patterns import Pattern, Row, SemiStructured, Structured, Unstructured
+from hasslefree.core.patterns import Counted, Pattern, Row, SemiStructured, Structured, Unstructured
 from hasslefree.core.protocols import About
 from hasslefree.errors import (
     BudgetError,
@@ -20,7 +20,7 @@ from hasslefree.errors import (
 )
 from hasslefree.validation import Checked, Count, Share
 
-COUNTED: dict[str, type[Unstructured] | type[Row] | type[Structured]] = {
+COUNTED: dict[str, type[Counted]] = {
     "unstructured": Unstructured,
     "row": Row,
     "structured": Structured,
@@ -162,15 +162,15 @@ class Budget(Checked):
         kept = 1 - _exact(self.ratio or 0)
         semi = parse_pattern(self.pattern)
         if semi:
-            if self.ratio is not None:
-                rank = math.floor((kept - Fraction(semi.n, semi.m)) * whole_rank)
-            return semi, rank
-        if self.ratio is None:
+            density = Fraction(semi.n, semi.m)
+        elif self.ratio is None:
             density = 1 - _exact(self.sparsity or 0)
         else:
-            share = _exact(self.rank_share or 0)
-            density = (1 - share) * kept
-            rank = math.floor(share * kept * whole_rank)
+            density = (1 - _exact(self.rank_share or 0)) * kept
+        if self.ratio is not None:
+            rank = math.floor((kept - density) * whole_rank)
+        if semi:
+            return semi, rank
         positions = out * width if self.pattern == "unstructured" else width
         return COUNTED[self.pattern](math.floor(density * positions)), rank
 
