@@ -25,9 +25,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hasslefree.core.gram import dtype_name, working_dtype
+from hasslefree.core.gram import working_dtype
 from hasslefree.core.patterns import Counted, Pattern
-from hasslefree.core.scales import FLOATS, SCALE_BITS, SMALLEST_HALF, Floats, Multiples, suits_half
+from hasslefree.core.scales import (
+    FLOATS,
+    SCALE_BITS,
+    SMALLEST_HALF,
+    Floats,
+    Multiples,
+    cast_exactly,
+    suits_half,
+)
 from hasslefree.errors import GridError, option
 from hasslefree.validation import Checked, Positive
 
@@ -282,7 +290,8 @@ class Grid(Checked):
             error = tried.error(entries, weights)
             better = error < least
             least = torch.where(better, error, least)
-            best = best.replaced(better, tried)
+            scale = torch.where(better, tried.scale, best.scale)
+            best = Levels(self, scale, torch.where(better, tried.zero, best.zero))
         return best
 
     def _ends(self, entries: Tensor) -> tuple[Tensor, Tensor]:
@@ -397,11 +406,6 @@ class Levels:
         squares = (entries - self.nearest(entries)).square_()
         return squares.mul_(weights).sum(-1, keepdim=True)
 
-    def replaced(self, where: Tensor, other: "Levels") -> "Levels":
-        """These levels, and other ones in some groups."""
-        scale = torch.where(where, other.scale, self.scale)
-        return Levels(self.grid, scale, torch.where(where, other.zero, self.zero))
-
 
 @dataclass(frozen=True)
 class Scaling:
@@ -420,35 +424,16 @@ class Scaling:
     storage: Floats | Multiples = FLOATS
     input_scale: Tensor | None = None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the matrix."""
-        if isinstance(self.storage, Multiples):
-            return self.storage.scale_unit.dtype
-        return self.scale.dtype
-
     def to(self, dtype: torch.dtype) -> "Scaling":
         """The same numbers, stored in another dtype; GridError if it does not hold them."""
         if isinstance(self.storage, Multiples):
-            units = self.storage.to(dtype)
-            changed = replace(self, storage=units)
-            before = [self.storage.scale_unit, self.storage.offset_unit]
-            after = [units.scale_unit, units.offset_unit]
-        else:
-            changed = replace(self, scale=self.scale.to(dtype), zero=self.zero.to(dtype))
-            before = [self.scale, self.zero]
-            after = [changed.scale, changed.zero]
-            if self.input_scale is not None:
-                changed = replace(changed, input_scale=self.input_scale.to(dtype))
-                before.append(self.input_scale)
-                after.append(changed.input_scale)
-        for old, new in zip(before, after, strict=True):
-            if old is not None and new is not None and not torch.equal(new.to(old.dtype), old):
-                raise GridError(
-                    f"a quantisation scale or offset overflows or underflows {dtype_name(new)}; "
-                    f"use another dtype ({option('dtype', 'bfloat16')})"
-                )
-        return changed
+            return replace(self, storage=self.storage.to(dtype))
+        scale = cast_exactly(self.scale, dtype)
+        zero = cast_exactly(self.zero, dtype)
+        input_scale = self.input_scale
+        if input_scale is not None:
+            input_scale = cast_exactly(input_scale, dtype)
+        return replace(self, scale=scale, zero=zero, input_scale=input_scale)
 
     def of_rows(self, rows: slice) -> "Scaling":
         """That of some rows, if scales and zeros are floats."""
@@ -467,10 +452,11 @@ class Scaling:
         """Those of the entries of input j, (out,); writing to them changes the group of j, except
         on an entropy-coded grid.
         """
-        if self.input_scale is not None:
-            return Levels(self.grid, self.scale[:, 0] * self.input_scale[j], self.zero[:, 0])
         g = j // self.grid.group if self.grid.group else 0
-        return Levels(self.grid, self.scale[:, g], self.zero[:, g])
+        scale = self.scale[:, g]
+        if self.input_scale is not None:
+            scale = scale * self.input_scale[j]
+        return Levels(self.grid, scale, self.zero[:, g])
 
     def storage_at(self, j: int) -> Floats | Multiples:
         """Which numbers those of the group of input j may be."""
@@ -489,9 +475,14 @@ class Scaling:
         return self.levels().codes(self.by_group(matrix)).flatten(1).to(torch.uint8)
 
     def values(self, codes: Tensor) -> Tensor:
-        """The values of codes (out, in) of any dtype, rounded once to `dtype`."""
+        """The values of codes (out, in) of any dtype, rounded once to the dtype in which the scales
+        or their units are stored.
+        """
+        stored = self.scale
+        if isinstance(self.storage, Multiples):
+            stored = self.storage.scale_unit
         parts = self.by_group(codes.to(working_dtype(self.scale), copy=True))
-        return self.levels().values(parts).flatten(1).to(self.dtype)
+        return self.levels().values(parts).flatten(1).to(stored.dtype)
 
     def nearest(self, matrix: Tensor) -> Tensor:
         """The matrix on the grid that is nearest to a matrix (out, in)."""

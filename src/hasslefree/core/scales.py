@@ -23,6 +23,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from hasslefree.core.gram import dtype_name
+from hasslefree.errors import GridError, option
+
 # Bits of a multiple.
 SCALE_BITS = (3, 4, 5, 6, 8)
 # The number from which float16 has eight significant bits.
@@ -38,6 +41,17 @@ def as_float(numbers: Tensor, half: Tensor | None = None) -> Tensor:
     if half is None:
         return rounded
     return torch.where(half, rounded.half().to(numbers.dtype), rounded)
+
+
+def cast_exactly(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales or offsets in another dtype; GridError if it does not hold them."""
+    cast = numbers.to(dtype)
+    if not torch.equal(cast.to(numbers.dtype), numbers):
+        raise GridError(
+            f"a quantisation scale or offset overflows or underflows {dtype_name(cast)}; "
+            f"use another dtype ({option('dtype', 'bfloat16')})"
+        )
+    return cast
 
 
 def suits_half(matrix: Tensor, steps: int) -> Tensor:
@@ -145,9 +159,11 @@ class Multiples:
         return -self.offset_multiples(values) * self._step(values, self.offset_unit, self.bits)
 
     def to(self, dtype: torch.dtype) -> "Multiples":
-        """With units in another dtype."""
-        offset = None if self.offset_unit is None else self.offset_unit.to(dtype)
-        return replace(self, scale_unit=self.scale_unit.to(dtype), offset_unit=offset)
+        """With units in another dtype; GridError if it does not hold them."""
+        offset = self.offset_unit
+        if offset is not None:
+            offset = cast_exactly(offset, dtype)
+        return replace(self, scale_unit=cast_exactly(self.scale_unit, dtype), offset_unit=offset)
 
     def _step(self, values: Tensor, unit: Tensor, bits: int) -> Tensor:
         """The value of 1, broadcast with values and in their dtype."""
