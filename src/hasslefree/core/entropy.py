@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hasslefree.core.coder import CLASSES, MIDDLE, OCTAVES, STEPS, stack_on
+from hasslefree.core.products import tiles
 from hasslefree.errors import GridError
 
 # What is under everything on the stack: a full state, so that zeros below it are never read.
@@ -94,9 +95,7 @@ def squares(codes: np.ndarray) -> np.ndarray:
 
 def coded_together(out: int, width: int) -> Iterator[slice]:
     """The rows of a matrix that are coded together."""
-    height = max(1, CHUNK // max(1, width))
-    for start in range(0, out, height):
-        yield slice(start, start + height)
+    return tiles(out, CHUNK // max(1, width))
 
 
 def classes_of(rows: np.ndarray, columns: np.ndarray, part: slice) -> np.ndarray:
@@ -127,16 +126,17 @@ def encode(codes: Tensor, words: int | None = None) -> Tensor:
     for numbers in (columns, rows):
         stack.push(numbers.symbols, numbers.classes)
     stacked = stack.words()
+    needed = 1 + len(stacked)
     if words is None:
-        words = 1 + len(stacked)
-    if words < 1 + len(stacked):
+        words = needed
+    if words < needed:
         raise GridError(
-            f"the codes take {32 * (1 + len(stacked))} bits, and there is room for {32 * words};"
+            f"the codes take {32 * needed} bits, and there is room for {32 * words};"
             " give the grid a higher rate"
         )
     stream = np.zeros(words, np.uint32)
-    header = np.array([rows.mean, rows.spread, columns.mean, columns.spread], np.int64)
-    stream[:1] = header.astype(np.uint8).view("<u4")
+    header = np.array([rows.mean, rows.spread, columns.mean, columns.spread], np.int8)
+    stream[:1] = header.view("<u4")
     stream[words - len(stacked) :] = stacked
     return torch.from_numpy(stream.view(np.int32)).to(codes.device)
 
@@ -148,15 +148,16 @@ def decode(stream: Tensor, shape: tuple[int, int]) -> Tensor:
         GridError: `encode` writes no such stream.
     """
     words = stream.cpu().numpy().view(np.uint32)
-    header = words[:1].view(np.uint8).astype(np.int64)
+    means = words[:1].view(np.int8)[::2]
+    spreads = words[:1].view(np.uint8)[1::2]
     try:
         stack = stack_on(words[1:])
     except ValueError as error:
         raise damaged(shape, str(error)) from None
     numbers: list[np.ndarray] = []
-    for length, mean, spread in zip(shape, header[::2], header[1::2], strict=True):
+    for length, mean, spread in zip(shape, means, spreads, strict=True):
         symbols = stack.pop(np.full(length, min(int(spread), CLASSES - 1), np.uint8))
-        numbers.append(symbols.astype(np.int64) - MIDDLE + (int(mean) + 128) % 256 - 128)
+        numbers.append(symbols.astype(np.int64) - MIDDLE + int(mean))
     rows, columns = numbers
     codes = np.empty(shape, np.uint8)
     for part in coded_together(*shape):

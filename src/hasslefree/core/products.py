@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -54,17 +54,14 @@ def _capable(instructions: str) -> bool:
     return torch.backends.mkldnn.is_available() and bool(capabilities.get(instructions))
 
 
-@contextmanager
-def bfloat16_products(device: torch.device) -> Iterator[None]:
+def bfloat16_products(device: torch.device) -> AbstractContextManager[None]:
     """Round the factors of float32 products to bfloat16, and sum in float32; a no-op unless
     `multiplies_bfloat16`.
     """
     settings = getattr(torch.backends.mkldnn, "matmul", None)
     if not multiplies_bfloat16(device) or not hasattr(settings, "fp32_precision"):
-        yield
-        return
-    with _setting(settings, "fp32_precision", "bf16"):
-        yield
+        return nullcontext()
+    return _setting(settings, "fp32_precision", "bf16")
 
 
 def matmul_precision(device: torch.device, tf32: bool = False) -> AbstractContextManager[None]:
@@ -128,7 +125,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     y = x.new_empty(*x.shape[:-1], len(weight))
     inputs = x.float()
-    for rows in _tiles(len(weight), TILE_BYTES // (4 * weight.shape[1])):
+    for rows in tiles(len(weight), TILE_BYTES // (4 * weight.shape[1])):
         added = None if bias is None else bias[rows].float()
         y[..., rows] = F.linear(inputs, weight[rows].float(), added)
     return y
@@ -139,15 +136,15 @@ def add_product(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     if not _are_many_rows(x, weight):
         return y.addmm_(x, weight.T)
     inputs = x.float()
-    for rows in _tiles(len(weight), ADDED_ROWS):
+    for rows in tiles(len(weight), ADDED_ROWS):
         y[:, rows] = torch.addmm(y[:, rows].float(), inputs, weight[rows].float().T)
     return y
 
 
-def _tiles(out: int, height: int) -> Iterator[slice]:
-    """The rows of a matrix that are converted together, one slice after the other."""
+def tiles(out: int, height: int) -> Iterator[slice]:
+    """The rows of a matrix that are taken together, `height` at a time and at least one."""
     height = max(1, height)
-    return (slice(start, start + height) for start in range(0, out, height))
+    return (slice(start, min(start + height, out)) for start in range(0, out, height))
 
 
 def is_traced(x: Tensor) -> bool:
@@ -182,11 +179,16 @@ def _are_widened(*operands: Tensor) -> bool:
     return not torch.is_grad_enabled() or not any(each.requires_grad for each in operands)
 
 
-def _matmul(multiply: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
-    """a @ b by a function of torch's."""
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b."""
     if b.ndim == 2 and _are_many_rows(a, b.T):
         return linear(a, b.T)
-    return _batched(multiply, a, b)
+    return _batched(torch.matmul, a, b)
+
+
+def _bmm(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b for a batch of matrices each."""
+    return _batched(torch.bmm, a, b)
 
 
 def _batched(multiply: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
@@ -208,10 +210,10 @@ def _added(bias: Tensor, x: Tensor, transposed: Tensor) -> Tensor:
 FAST: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.linear: linear,
     torch.addmm: _added,
-    torch.bmm: partial(_batched, torch.bmm),
-    Tensor.bmm: partial(_batched, Tensor.bmm),
-    torch.matmul: partial(_matmul, torch.matmul),
-    Tensor.matmul: partial(_matmul, Tensor.matmul),
+    torch.bmm: _bmm,
+    Tensor.bmm: _bmm,
+    torch.matmul: _matmul,
+    Tensor.matmul: _matmul,
 }
 
 

@@ -6,13 +6,14 @@ sum is least where all inputs lose the same: Δ_j ∝ 1 / √d_j (WaterSIC, arXi
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from hasslefree.core.entropy import encode, words_for_rate
 from hasslefree.core.grids import Grid, Quantised, Scaling
+from hasslefree.core.products import tiles
 from hasslefree.core.scales import SMALLEST_HALF, Floats, as_float, suits_half
 
 # The share of the bits that may stay unused, the tries after which more may, and all tries.
@@ -65,7 +66,9 @@ def at_rate(
     best: Quantised | None = None
     for tries in range(1, MOST_TRIES + 1):
         wide_enough = torch.maximum(widths.clamp(NARROWEST, WIDEST), reach / 2.0**step)
-        scaling = scaling_of(grid, heights * 2.0**step, wide_enough, half)
+        scale = as_float((heights * 2.0**step).unsqueeze(1), half)
+        zero = torch.full_like(scale, (grid.top + 1) / 2)
+        scaling = Scaling(grid, scale, zero, Floats(half), as_float(wide_enough, half))
         found = Quantised(codes_on(scaling, decide), scaling)
         used = len(encode(found.codes))
         if abs(used - words) <= tolerance * words:
@@ -81,25 +84,10 @@ def at_rate(
     return best or found
 
 
-def scaling_of(grid: Grid, steps: Tensor, widths: Tensor, half: Tensor) -> Scaling:
-    """The scaling with these steps of the rows, (out,), and widths of the inputs, (in,). half:
-    whether float16 holds them too.
-    """
-    scale = as_float(steps.unsqueeze(1), half)
-    zero = torch.full_like(scale, (grid.top + 1) / 2)
-    return Scaling(grid, scale, zero, Floats(half), as_float(widths, half))
-
-
-def parts(rows: int) -> Iterator[slice]:
-    """The rows that are decided together."""
-    for start in range(0, rows, ROWS):
-        yield slice(start, min(start + ROWS, rows))
-
-
 def codes_on(scaling: Scaling, decide: Callable[[slice, Scaling], Tensor]) -> Tensor:
     """The codes, uint8 (out, in), of S on given scales. decide: as in `at_rate`."""
     found = []
-    for rows in parts(len(scaling.scale)):
+    for rows in tiles(len(scaling.scale), ROWS):
         part = scaling.of_rows(rows)
         found.append(part.codes(decide(rows, part)))
     return torch.cat(found)
@@ -111,7 +99,7 @@ def deviations_and_reach(target: Tensor, heights: Tensor) -> tuple[Tensor, Tenso
     """
     squares = target.new_zeros(target.shape[1])
     reach = torch.zeros_like(squares)
-    for rows in parts(len(target)):
+    for rows in tiles(len(target), ROWS):
         part = target[rows] / heights[rows].unsqueeze(1)
         squares += part.square().sum(0)
         reach = torch.maximum(reach, part.abs().amax(0) / REACH)

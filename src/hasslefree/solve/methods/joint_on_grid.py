@@ -17,8 +17,9 @@ from hasslefree.core.grids import Grid, Scaling
 from hasslefree.core.linalg import masked_cg, orthonormal, with_rows
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import KnownSupport, Pattern
+from hasslefree.core.products import tiles
 from hasslefree.core.protocols import Method, Pruned, Solution
-from hasslefree.solve.at_rate import ROWS, parts
+from hasslefree.solve.at_rate import ROWS
 from hasslefree.solve.grid_descent import descend
 from hasslefree.solve.low_rank.svd import Exact
 from hasslefree.solve.methods.joint import Joint
@@ -137,7 +138,8 @@ class JointOnGrid(Method):
     rate_tolerance: Figure = 0.0
 
     def prepare(self, gram: Gram) -> Prepared:
-        return Prepared(gram, gram.shrunk().damped(self.damping), self._joint())
+        joint = Joint(rounds=self.rounds, damping=self.damping)
+        return Prepared(gram, gram.shrunk().damped(self.damping), joint)
 
     def solve(
         self,
@@ -148,7 +150,7 @@ class JointOnGrid(Method):
     ) -> Solution:
         prunes = pattern.kept(weight.shape) < weight.numel()
         if prunes and not isinstance(pattern, KnownSupport):
-            free = self._joint().solve(weight, prepared.for_joint, pattern, start)
+            free = prepared.joint.solve(weight, prepared.for_joint, pattern, start)
             sparse = free.sparse
             low_rank = free.low_rank
             support = sparse != 0
@@ -205,7 +207,7 @@ class JointOnGrid(Method):
             target = weight.to(prepared.gram.matrix.dtype) * prepared.given.alive
             scaling = self._sweep().at_rate(target, prepared.for_sweep).scaling
             del target
-        for rows in parts(len(weight)):
+        for rows in tiles(len(weight), ROWS):
             if scaling is not None:
                 method = replace(self, scaling=scaling.of_rows(rows))
             yield rows, method
@@ -218,9 +220,6 @@ class JointOnGrid(Method):
             scaling=self.scaling,
             rate_tolerance=self.rate_tolerance,
         )
-
-    def _joint(self) -> Joint:
-        return Joint(rounds=self.rounds, damping=self.damping)
 
 
 def fit_exactly(
