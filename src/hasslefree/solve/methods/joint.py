@@ -217,9 +217,8 @@ class Joint(Method):
         weight = objective.weight
         gram = objective.gram
         narrow = self.precision in ("auto", "bfloat16")
-        best = objective.measure(
-            Pruned(found.sparse), refitted(weight - found.sparse, gram, found.low_rank)
-        )
+        low_rank = subspace_steps(weight - found.sparse, gram.matrix, found.low_rank.u, 1)
+        best = objective.measure(Pruned(found.sparse), low_rank)
         history = [*estimates(found.course, objective, best), best.error]
         remarks: tuple[str, ...] = ()
         for sweep in range(1, self.sweeps + 1):
@@ -227,7 +226,7 @@ class Joint(Method):
             sparse = linalg.masked_cg(
                 gram.matrix, target, best.sparse, found.mask, CG_STEPS, narrow=narrow
             )
-            low_rank = refitted(weight - sparse, gram, best.low_rank)
+            low_rank = subspace_steps(weight - sparse, gram.matrix, best.low_rank.u, 1)
             tried = objective.measure(Pruned(sparse), low_rank)
             if not tried.error <= 1.01 * best.error + 1e-9:  # NaN too
                 remarks = (
@@ -238,17 +237,6 @@ class Joint(Method):
             best = tried
             history.append(best.error)
         return replace(best, history=tuple(history), remarks=remarks)
-
-
-def refitted(
-    target: Tensor,
-    gram: Gram,
-    low_rank: LowRank,
-) -> LowRank:
-    """L after a subspace step towards the best one for a target (out, in)."""
-    if not low_rank.rank:
-        return low_rank
-    return subspace_steps(target, gram.matrix, low_rank.u, 1)
 
 
 def sampled_loss(
