@@ -10,7 +10,7 @@ from torch import Tensor
 from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Grid, Quantised, Scaling
 from hasslefree.core.linalg import inverse_factor
-from hasslefree.core.patterns import KnownSupport, Pattern
+from hasslefree.core.patterns import KnownSupport, Pattern, Row
 from hasslefree.core.protocols import Pruned, Pruner
 from hasslefree.solve.at_rate import at_rate
 from hasslefree.validation import Figure
@@ -65,11 +65,11 @@ class SparseGPT(Pruner):
         prepared: Tensor,
         pattern: Pattern,
     ) -> Pruned:
-        grid = self.grid
-        if grid is not None and grid.rate is not None and self.scaling is None:
-            grid.check(target.shape, pattern)
-            found = self.at_rate(target, prepared)
-            return Pruned(found.values(), found.scaling)
+        if self.grid is not None:
+            self.grid.check(target.shape, pattern)
+            if self.grid.rate is not None and self.scaling is None:
+                found = self.at_rate(target, prepared)
+                return Pruned(found.values(), found.scaling)
         scaling = self._scaling(target, prepared, pattern)
         return Pruned(self._swept(target, prepared, pattern, scaling), scaling)
 
@@ -84,7 +84,7 @@ class SparseGPT(Pruner):
 
         def decide(rows: slice, scaling: Scaling) -> Tensor:
             part = target[rows]
-            return self._swept(part, prepared, everything(part), scaling)
+            return self._swept(part, prepared, Row(part.shape[1]), scaling)
 
         return at_rate(
             self.grid,
@@ -129,16 +129,10 @@ class SparseGPT(Pruner):
         """
         if self.grid is None or self.scaling is not None:
             return self.scaling
-        self.grid.check(target.shape, pattern)
         if self.grid.group is not None:
             return self.grid.empty_scaling(target)
         pruned = replace(self, grid=None).prune(target, prepared, pattern)
         return self.grid.scaling(pruned.sparse)
-
-
-def everything(matrix: Tensor) -> KnownSupport:
-    """The support that keeps all entries of a matrix."""
-    return KnownSupport(torch.ones((), dtype=torch.bool, device=matrix.device).expand(matrix.shape))
 
 
 def lengths(matrix: Tensor) -> Tensor:
