@@ -38,16 +38,17 @@ def project_spans(
     kernel = kernel_for(m)
     tensors = (weight, state, sparse, target, mask)
     spans = [each.detach().view(-1, m * LANES) for each in tensors]
+
+    def project_part(*parts: Tensor) -> None:
+        kernel(*map(Tensor.numpy, parts), n)
+
     threads = min(torch.get_num_threads(), weight.numel() // ENTRIES)
     if threads < 2:
-        kernel(*map(Tensor.numpy, spans), n)
+        project_part(*spans)
         return mask
     with ThreadPoolExecutor(threads) as pool:
-        running = []
-        for parts in zip(*(each.chunk(threads) for each in spans), strict=True):
-            running.append(pool.submit(kernel, *map(Tensor.numpy, parts), n))
-    for part in running:
-        part.result()  # raises the error of a thread
+        chunks = [each.chunk(threads) for each in spans]
+        list(pool.map(project_part, *chunks))  # raises the error of a thread
     return mask
 
 

@@ -56,12 +56,10 @@ class OSSCAR(Pruner):
         if excess == 0:
             return Pruned(target.clone())
         step = -(-excess // self.steps)
-        left = excess
-        while left:
+        for done in range(0, excess, step):
             losses = state.costs().masked_fill_(state.gone, torch.inf)
-            cheapest = losses.topk(min(step, left), largest=False).indices
+            cheapest = losses.topk(min(step, excess - done), largest=False).indices
             state.exchange(cheapest)
-            left -= len(cheapest)
         least_gain = LEAST_GAIN * state.total
         for _ in range(self.swaps):
             gain, back, out = max(self._exchanges(state))
