@@ -133,24 +133,15 @@ def checked_gram(weight: Tensor, gram: Gram) -> Gram:
             "the Gram matrix (XᵀX of the layer's inputs) overflows"
             f" {dtype_name(gram.matrix)}; scale the activations down, or pass the weight in float64"
         )
-    check_second_moment(gram)
-    return gram
-
-
-def check_second_moment(gram: Gram) -> None:
-    """Raise FactorizationError if H has a negative diagonal entry or is not symmetric.
-
-    A factorisation would read one of its triangles, and the loss both.
-    """
-    largest = gram.diagonal.amax()
+    # A factorisation would read one of the triangles of H, and the loss both.
     asymmetry = (gram.matrix - gram.matrix.T).abs_().amax()
-    if gram.diagonal.amin() >= 0 and asymmetry <= ASYMMETRY * largest:
-        return
-    raise FactorizationError(
-        f"the Gram matrix (XᵀX of the layer's {len(gram.matrix)} inputs) is not symmetric, or its"
-        " diagonal has negative entries; compute it again from the activations"
-        " (Gram.from_activations)"
-    )
+    if gram.diagonal.amin() < 0 or asymmetry > ASYMMETRY * gram.diagonal.amax():
+        raise FactorizationError(
+            f"the Gram matrix (XᵀX of the layer's {len(gram.matrix)} inputs) is not symmetric, or"
+            " its diagonal has negative entries; compute it again from the activations"
+            " (Gram.from_activations)"
+        )
+    return gram
 
 
 def solve_layer(
