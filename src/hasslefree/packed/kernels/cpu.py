@@ -16,7 +16,6 @@ from numba import njit, prange, types
 from numba.extending import overload
 
 from hasslefree.core.compiled import compiled
-from hasslefree.packed.kernels.llvm import WIDE as WIDE
 from hasslefree.packed.kernels.llvm import prefetch, store_totals, zeros
 from hasslefree.packed.kernels.llvm_pairs import add_products
 

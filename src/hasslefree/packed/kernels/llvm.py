@@ -8,6 +8,9 @@ What calls `native` needs AVX-512. Other processors compile the loops around it,
 them.
 """
 
+import functools
+import inspect
+
 from llvmlite import ir
 from numba import config, types
 from numba.core import cgutils
@@ -16,6 +19,8 @@ from numba.extending import intrinsic, models, register_model
 
 # Numbers of 32 bits in a vector register of AVX-512.
 LANES = 16
+# The type of indices.
+INDEX = types.uint64
 
 # Of the processor that Numba compiles for.
 CHOSEN: str | None = config.CPU_FEATURES  # type: ignore[attr-defined]
@@ -28,6 +33,9 @@ BYTE = ir.IntType(8)
 INT16 = ir.IntType(16)
 INT32 = ir.IntType(32)
 INT64 = ir.IntType(64)
+WORDS = ir.VectorType(INT32, LANES)
+# The total of a register of float32.
+TOTAL = "llvm.vector.reduce.fadd.v16f32"
 # Σ of products of pairs of bfloat16, added to a register of float32.
 PRODUCTS_BF16 = "llvm.x86.avx512bf16.dpbf16ps.512"
 
@@ -54,32 +62,126 @@ class Sums(types.Type):
     def __init__(self, rows, tokens):
         self.rows = rows
         self.tokens = tokens
+        self.registers = ir.ArrayType(FLOATS, rows * tokens)
         super().__init__(f"Sums({rows}, {tokens})")
 
 
 def _model_of_sums(manager, kind):
-    registers = ir.ArrayType(FLOATS, kind.rows * kind.tokens)
-    return models.PrimitiveModel(manager, kind, registers)
+    return models.PrimitiveModel(manager, kind, kind.registers)
 
 
 register_model(Sums)(_model_of_sums)
 
 
-def address(
-    context,
-    builder,
-    kind,
-    array,
-    at,
-    to,
-):
-    """The address of array[at], as a pointer to the type `to`. at: one or two indices."""
-    structure = context.make_array(kind)(context, builder, array)
-    offset = at[-1]
-    if len(at) == 2:
-        width = builder.extract_value(structure.shape, 1)
-        offset = builder.add(builder.mul(at[0], width), offset)
-    return builder.bitcast(builder.gep(structure.data, [offset]), to.as_pointer())
+class Array:
+    """An array that an instruction takes, while its code is generated."""
+
+    def __init__(
+        self,
+        context,
+        builder,
+        kind,
+        value,
+    ):
+        self.builder = builder
+        self.dtype = kind.dtype
+        self.structure = context.make_array(kind)(context, builder, value)
+
+    def pointer(self, at, to):
+        """The address of array[at], as a pointer to the type `to`. at: one or two indices."""
+        offset = at[-1]
+        if len(at) == 2:
+            width = self.builder.extract_value(self.structure.shape, 1)
+            offset = self.builder.add(self.builder.mul(at[0], width), offset)
+        element = self.builder.gep(self.structure.data, [offset])
+        return self.builder.bitcast(element, to.as_pointer())
+
+    def load(
+        self,
+        at,
+        to,
+        align,
+    ):
+        """Read a number or a register of the type `to` from array[at]."""
+        return self.builder.load(self.pointer(at, to), align=align)
+
+    def store(
+        self,
+        value,
+        at,
+        align,
+    ):
+        """Write a number or a register to array[at]."""
+        self.builder.store(value, self.pointer(at, value.type), align=align)
+
+
+class Registers:
+    """Sums that an instruction takes, or returns, while its code is generated."""
+
+    def __init__(
+        self,
+        builder,
+        kind,
+        value,
+    ):
+        self.builder = builder
+        self.rows = kind.rows
+        self.tokens = kind.tokens
+        self.value = value
+
+    def __getitem__(self, number):
+        return self.builder.extract_value(self.value, number)
+
+    def __setitem__(self, number, register):
+        self.value = self.builder.insert_value(self.value, register, number)
+
+
+def instruction(result, **kinds):
+    """Make an intrinsic of Numba from the function that generates its code.
+
+    The function takes LLVM's builder and the arguments: arrays as `Array`, sums as `Registers`, and
+    None as None. It returns the result, if there is one.
+
+    result: the type of the result, or the name of the argument whose type it has.
+    kinds: types to which Numba converts arguments, by name; the others keep theirs.
+    """
+
+    def decorate(emit):
+        _, *names = inspect.signature(emit).parameters
+
+        @intrinsic
+        @functools.wraps(emit)
+        def typed(typing, *given):
+            arguments = dict(zip(names, given, strict=True)) | kinds
+            returned = arguments[result] if isinstance(result, str) else result
+            return returned(*arguments.values()), generate
+
+        def generate(
+            context,
+            builder,
+            signature,
+            arguments,
+        ):
+            operands = []
+            for kind, value in zip(signature.args, arguments, strict=True):
+                if isinstance(kind, types.Array):
+                    operands.append(Array(context, builder, kind, value))
+                elif isinstance(kind, Sums):
+                    operands.append(Registers(builder, kind, value))
+                elif isinstance(kind, types.NoneType):
+                    operands.append(None)
+                else:
+                    operands.append(value)
+            found = emit(builder, *operands)
+            if isinstance(found, Registers):
+                return found.value
+            if found is None:
+                return context.get_dummy_value()
+            return found
+
+        return typed
+
+    return decorate
 
 
 def native(
@@ -101,11 +203,12 @@ def call(
     name,
     result,
     arguments,
+    fastmath=(),
 ):
     """Call an intrinsic of LLVM."""
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     function = cgutils.get_or_insert_function(builder.module, kind, name)
-    return builder.call(function, arguments)
+    return builder.call(function, arguments, fastmath=fastmath)
 
 
 def with_products(
@@ -124,19 +227,22 @@ def with_products(
     return native(builder, PRODUCTS_BF16, FLOATS, [total, left, right])
 
 
-@intrinsic
-def popcount(typing, bits):
+def everywhere(value):
+    """A register with a constant in every lane."""
+    return ir.Constant(WORDS, [value] * LANES)
+
+
+def copies(builder, number):
+    """A register with a number in every lane."""
+    first = builder.trunc(number, INT32)
+    lane = builder.insert_element(ir.Constant(WORDS, ir.Undefined), first, INT32(0))
+    return builder.shuffle_vector(lane, lane, everywhere(0))
+
+
+@instruction("bits")
+def popcount(builder, bits):
     """Count the set bits of an unsigned integer."""
-
-    def generate(
-        context,
-        builder,
-        signature,
-        arguments,
-    ):
-        return builder.ctpop(arguments[0])
-
-    return bits(bits), generate
+    return builder.ctpop(bits)
 
 
 @intrinsic(prefer_literal=True)
@@ -154,48 +260,31 @@ def zeros(
         signature,
         arguments,
     ):
-        return ir.Constant(context.get_value_type(kind), None)
+        return ir.Constant(kind.registers, None)
 
     return kind(rows, tokens), generate
 
 
-@intrinsic
+@instruction(types.none, t=INDEX, o=INDEX)
 def store_totals(
-    typing,
+    builder,
     sums,
     y,
     t,
     o,
 ):
     """y[t + j, o + i] = the total of row i and token j. y: (tokens, out), contiguous."""
-
-    def generate(
-        context,
-        builder,
-        signature,
-        arguments,
-    ):
-        sums, y, t, o = arguments
-        kind = ir.FunctionType(FLOAT, [FLOAT, FLOATS])
-        name = "llvm.vector.reduce.fadd.v16f32"
-        reduce = cgutils.get_or_insert_function(builder.module, kind, name)
-        rows = signature.args[0].rows
-        tokens = signature.args[0].tokens
-        for number in range(rows * tokens):
-            i, j = divmod(number, tokens)
-            register = builder.extract_value(sums, number)
-            at = [builder.add(t, t.type(j)), builder.add(o, o.type(i))]
-            target = address(context, builder, signature.args[1], y, at, FLOAT)
-            total = builder.call(reduce, [FLOAT(0.0), register], fastmath=("reassoc",))
-            builder.store(total, target)
-        return context.get_dummy_value()
-
-    return types.none(sums, y, types.uint64, types.uint64), generate
+    for number in range(sums.rows * sums.tokens):
+        i, j = divmod(number, sums.tokens)
+        register = sums[number]
+        target = y.pointer([builder.add(t, t.type(j)), builder.add(o, o.type(i))], FLOAT)
+        total = call(builder, TOTAL, FLOAT, [FLOAT(0.0), register], fastmath=("reassoc",))
+        builder.store(total, target)
 
 
-@intrinsic
+@instruction(types.none, at=INDEX, ahead=types.int64)
 def prefetch(
-    typing,
+    builder,
     row,
     at,
     ahead,
@@ -203,19 +292,6 @@ def prefetch(
     """Ask for the cache line that is `ahead` bytes after row[at]; beyond the array this does
     nothing.
     """
-
-    def generate(
-        context,
-        builder,
-        signature,
-        arguments,
-    ):
-        array, at, ahead = arguments
-        kind = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), INT32, INT32, INT32])
-        ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        start = address(context, builder, signature.args[0], array, [at], BYTE)
-        line = builder.gep(start, [ahead])
-        builder.call(ask, [line, INT32(0), INT32(3), INT32(1)])  # to read, near, data
-        return context.get_dummy_value()
-
-    return types.none(row, types.uint64, types.int64), generate
+    line = builder.gep(row.pointer([at], BYTE), [ahead])
+    to_read_near_data = [INT32(0), INT32(3), INT32(1)]
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), [line, *to_read_near_data])

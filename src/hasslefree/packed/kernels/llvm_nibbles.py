@@ -2,50 +2,39 @@
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from hasslefree.packed.kernels.llvm import (
     BYTE,
     FLOATS,
-    INT32,
+    INDEX,
     INT64,
     LANES,
-    address,
+    WORDS,
+    copies,
+    everywhere,
+    instruction,
     native,
 )
 
 # The float32 of a register that the numbers of another name.
 SELECT_FLOATS = "llvm.x86.avx512.permvar.sf.512"
-WORDS = ir.VectorType(INT32, LANES)
-
-
-def everywhere(value):
-    """A register with a constant in every lane."""
-    return ir.Constant(WORDS, [value] * LANES)
-
-
-def copies(builder, number):
-    """A register with a number in every lane."""
-    first = builder.trunc(number, INT32)
-    lane = builder.insert_element(ir.Constant(WORDS, ir.Undefined), first, INT32(0))
-    return builder.shuffle_vector(lane, lane, everywhere(0))
+BYTES = ir.VectorType(BYTE, LANES)
+# First bytes and shifts of two inputs.
+PLACES = types.UniTuple(INDEX, 4)
 
 
 def nibbles_from(
-    context,
     builder,
-    kind,
-    array,
+    codes,
     first,
     offset,
     shift,
 ):
-    """A nibble of each of 16 bytes, from byte first + offset of the array on, as a register. shift:
+    """A nibble of each of 16 bytes, from byte first + offset of the codes on, as a register. shift:
     0 for the lower nibble, 4 for the upper one.
     """
-    place = builder.add(first, first.type(offset))
-    source = address(context, builder, kind, array, [place], ir.VectorType(BYTE, LANES))
-    wide = builder.zext(builder.load(source, align=1), WORDS)
+    octets = codes.load([builder.add(first, first.type(offset))], BYTES, align=1)
+    wide = builder.zext(octets, WORDS)
     return builder.and_(builder.lshr(wide, everywhere(shift)), everywhere(15))
 
 
@@ -62,9 +51,15 @@ def value_bits(
     return builder.add(builder.bitcast(value, WORDS), everywhere(0x8000))
 
 
-@intrinsic
+@instruction(
+    types.none,
+    low=INDEX,
+    high=PLACES,
+    mask=INDEX,
+    at=INDEX,
+)
 def unpack_pairs(
-    typing,
+    builder,
     codes,
     low,
     above,
@@ -83,60 +78,39 @@ def unpack_pairs(
     and mask the bits that count. terms: float32 (2, 64), scales and centres; pairs: uint32.
     """
 
-    def generate(
-        context,
-        builder,
-        signature,
-        arguments,
+    def code_of(
+        second,
+        offset,
+        shift,
     ):
-        codes, low, above, high, mask, terms, pairs, at = arguments
-        codes_kind, _, above_kind, _, _, terms_kind, pairs_kind, _ = signature.args
-        has_high = not isinstance(above_kind, types.NoneType)
+        code = nibbles_from(builder, codes, low, 2 * LANES * second + offset, shift)
+        if above is None:
+            return code
+        first = builder.extract_value(high, 2 * second)
+        found = nibbles_from(builder, above, first, offset, shift)
+        skipped = copies(builder, builder.extract_value(high, 2 * second + 1))
+        bits = builder.and_(builder.lshr(found, skipped), copies(builder, mask))
+        return builder.or_(code, builder.shl(bits, everywhere(4)))
 
-        def code_of(
-            second,
-            offset,
-            shift,
-        ):
-            from_codes = (context, builder, codes_kind, codes)
-            code = nibbles_from(*from_codes, low, 2 * LANES * second + offset, shift)
-            if not has_high:
-                return code
-            first = builder.extract_value(high, 2 * second)
-            found = nibbles_from(context, builder, above_kind, above, first, offset, shift)
-            skipped = copies(builder, builder.extract_value(high, 2 * second + 1))
-            bits = builder.and_(builder.lshr(found, skipped), copies(builder, mask))
-            return builder.or_(code, builder.shl(bits, everywhere(4)))
-
-        def term(kind, row):
-            place = [INT64(kind), INT64(row)]
-            source = address(context, builder, terms_kind, terms, place, FLOATS)
-            return builder.load(source, align=4)
-
-        for row in range(0, 4 * LANES, LANES):
-            shift = row // (2 * LANES) * 4
-            offset = row % (2 * LANES)
-            scale = term(0, row)
-            centre = term(1, row)
-            first, second = [
-                value_bits(builder, code_of(number, offset, shift), scale, centre)
-                for number in range(2)
-            ]
-            lower = builder.lshr(first, everywhere(16))
-            pair = builder.or_(lower, builder.and_(second, everywhere(0xFFFF0000)))
-            place = builder.add(at, at.type(row))
-            target = address(context, builder, pairs_kind, pairs, [place], WORDS)
-            builder.store(pair, target, align=4)
-        return context.get_dummy_value()
-
-    index = types.uint64
-    places = types.UniTuple(index, 4)
-    return types.none(codes, index, above, places, index, terms, pairs, index), generate
+    for row in range(0, 4 * LANES, LANES):
+        shift = row // (2 * LANES) * 4
+        offset = row % (2 * LANES)
+        scale = terms.load([INT64(0), INT64(row)], FLOATS, align=4)
+        centre = terms.load([INT64(1), INT64(row)], FLOATS, align=4)
+        first = value_bits(builder, code_of(0, offset, shift), scale, centre)
+        second = value_bits(builder, code_of(1, offset, shift), scale, centre)
+        lower = builder.lshr(first, everywhere(16))
+        pair = builder.or_(lower, builder.and_(second, everywhere(0xFFFF0000)))
+        pairs.store(pair, [builder.add(at, at.type(row))], align=4)
 
 
-@intrinsic
+@instruction(
+    "sums",
+    at=INDEX,
+    first=INDEX,
+)
 def add_entries(
-    typing,
+    builder,
     sums,
     tables,
     at,
@@ -149,36 +123,25 @@ def add_entries(
     tables: float32 (steps, 16); codes: uint8, of which byte i from `first` on has the nibbles of
     row i and, above it, row 32 + i.
     """
-
-    def generate(
-        context,
-        builder,
-        signature,
-        arguments,
-    ):
-        sums, tables, at, codes, first = arguments
-        _, tables_kind, _, codes_kind, _ = signature.args
-        place = [at, at.type(0)]
-        table = builder.load(address(context, builder, tables_kind, tables, place, FLOATS), align=4)
-        for half in range(2):
-            start = builder.add(first, first.type(LANES * half))
-            octets = ir.VectorType(BYTE, LANES)
-            source = address(context, builder, codes_kind, codes, [start], octets)
-            low = builder.zext(builder.load(source, align=1), WORDS)
-            high = builder.lshr(low, everywhere(4))
-            for register, index in ((half, low), (half + 2, high)):
-                # Only the four lowest bits of an index count.
-                entries = native(builder, SELECT_FLOATS, FLOATS, [table, index])
-                total = builder.extract_value(sums, register)
-                sums = builder.insert_value(sums, builder.fadd(total, entries), register)
-        return sums
-
-    return sums(sums, tables, types.uint64, codes, types.uint64), generate
+    table = tables.load([at, at.type(0)], FLOATS, align=4)
+    for half in range(2):
+        start = builder.add(first, first.type(LANES * half))
+        low = builder.zext(codes.load([start], BYTES, align=1), WORDS)
+        high = builder.lshr(low, everywhere(4))
+        for register, index in ((half, low), (half + 2, high)):
+            # Only the four lowest bits of an index count.
+            entries = native(builder, SELECT_FLOATS, FLOATS, [table, index])
+            sums[register] = builder.fadd(sums[register], entries)
+    return sums
 
 
-@intrinsic
+@instruction(
+    "sums",
+    group=INDEX,
+    row=INDEX,
+)
 def add_scaled(
-    typing,
+    builder,
     sums,
     parts,
     terms,
@@ -188,49 +151,21 @@ def add_scaled(
     """sums += parts · scales of the 64 rows from `row` on. sums, parts: of four rows, each a
     register; terms: uint32 (groups, out), whose lower halves are the scales in bfloat16.
     """
-
-    def generate(
-        context,
-        builder,
-        signature,
-        arguments,
-    ):
-        sums, parts, terms, group, row = arguments
-        for i in range(signature.args[0].rows):
-            place = [group, builder.add(row, row.type(LANES * i))]
-            source = address(context, builder, signature.args[2], terms, place, WORDS)
-            pairs = builder.load(source, align=4)
-            bits = builder.shl(pairs, everywhere(16))
-            scale = builder.bitcast(bits, FLOATS)
-            part = builder.extract_value(parts, i)
-            total = builder.extract_value(sums, i)
-            more = native(builder, "llvm.fma.v16f32", FLOATS, [part, scale, total])
-            sums = builder.insert_value(sums, more, i)
-        return sums
-
-    index = types.uint64
-    return sums(sums, parts, terms, index, index), generate
+    for i in range(sums.rows):
+        place = [group, builder.add(row, row.type(LANES * i))]
+        bits = builder.shl(terms.load(place, WORDS, align=4), everywhere(16))
+        scale = builder.bitcast(bits, FLOATS)
+        operands = [parts[i], scale, sums[i]]
+        sums[i] = native(builder, "llvm.fma.v16f32", FLOATS, operands)
+    return sums
 
 
-@intrinsic
+@instruction(types.none)
 def store_rows(
-    typing,
+    builder,
     sums,
     target,
 ):
     """target[: 64] = the sums of four rows, each a register. target: float32."""
-
-    def generate(
-        context,
-        builder,
-        signature,
-        arguments,
-    ):
-        sums, target = arguments
-        for i in range(signature.args[0].rows):
-            place = [INT64(LANES * i)]
-            source = address(context, builder, signature.args[1], target, place, FLOATS)
-            builder.store(builder.extract_value(sums, i), source, align=4)
-        return context.get_dummy_value()
-
-    return types.none(sums, target), generate
+    for i in range(sums.rows):
+        target.store(sums[i], [INT64(LANES * i)], align=4)

@@ -2,17 +2,18 @@
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from hasslefree.packed.kernels.llvm import (
     BFLOATS,
     FLOATS,
+    INDEX,
     INT16,
     INT32,
     INT64,
     LANES,
     PRODUCTS_BF16,
-    address,
+    copies,
+    instruction,
     native,
     with_products,
 )
@@ -54,9 +55,14 @@ def inputs_of_codes(
     return builder.or_(in_group, constant(group_of_lane))
 
 
-@intrinsic
+@instruction(
+    "sums",
+    o=INDEX,
+    t=INDEX,
+    span=INDEX,
+)
 def add_products(
-    typing,
+    builder,
     sums,
     values,
     codes,
@@ -68,64 +74,39 @@ def add_products(
     """sums += one span, two registers of inputs, of the rows of 2:4 from o on with the tokens from
     t on.
     """
+    if isinstance(values.dtype, types.Float):
+        lanes = LANES
+        stored = FLOATS
+        select = "llvm.x86.avx512.vpermi2var.ps.512"
+    else:
+        lanes = 2 * LANES
+        stored = ir.VectorType(INT16, lanes)
+        select = "llvm.x86.avx512.vpermi2var.hi.512"
 
-    def generate(
-        context,
-        builder,
-        signature,
-        arguments,
-    ):
-        sums, values, codes, o, x, t, span = arguments
-        kind, values_kind, codes_kind, _, x_kind, _, _ = signature.args
-        is_float = isinstance(values_kind.dtype, types.Float)
-        if is_float:
-            lanes = LANES
-            stored = FLOATS
-            select = "llvm.x86.avx512.vpermi2var.ps.512"
-        else:
-            lanes = 2 * LANES
-            stored = ir.VectorType(INT16, lanes)
-            select = "llvm.x86.avx512.vpermi2var.hi.512"
+    def scaled(factor, shift=0):
+        return builder.add(builder.mul(span, span.type(factor)), span.type(shift))
 
-        def load(
-            array_kind,
-            array,
-            row,
-            column,
-            to,
-        ):
-            source = address(context, builder, array_kind, array, [row, column], to)
-            return builder.load(source, align=1)
-
-        def scaled(factor, shift=0):
-            return builder.add(builder.mul(span, span.type(factor)), span.type(shift))
-
-        inputs = []
-        for j in range(kind.tokens):
-            token = builder.add(t, t.type(j))
-            low = load(x_kind, x, token, scaled(2 * lanes), stored)
-            high = load(x_kind, x, token, scaled(2 * lanes, lanes), stored)
-            inputs.append((low, high))
-        for i in range(kind.rows):
-            row = builder.add(o, o.type(i))
-            word = load(codes_kind, codes, row, scaled(lanes // 4), ir.IntType(2 * lanes))
-            selected = inputs_of_codes(builder, word, lanes)
-            factors = load(values_kind, values, row, scaled(lanes), stored)
-            for j, (low, high) in enumerate(inputs):
-                number = i * kind.tokens + j
-                total = builder.extract_value(sums, number)
-                chosen = native(builder, select, stored, [low, selected, high])
-                total = with_products(builder, total, factors, chosen)
-                sums = builder.insert_value(sums, total, number)
-        return sums
-
-    index = types.uint64
-    return sums(sums, values, codes, index, x, index, index), generate
+    inputs = []
+    for j in range(sums.tokens):
+        token = builder.add(t, t.type(j))
+        low = x.load([token, scaled(2 * lanes)], stored, align=1)
+        high = x.load([token, scaled(2 * lanes, lanes)], stored, align=1)
+        inputs.append((low, high))
+    for i in range(sums.rows):
+        row = builder.add(o, o.type(i))
+        word = codes.load([row, scaled(lanes // 4)], ir.IntType(2 * lanes), align=1)
+        selected = inputs_of_codes(builder, word, lanes)
+        factors = values.load([row, scaled(lanes)], stored, align=1)
+        for j, (low, high) in enumerate(inputs):
+            number = i * sums.tokens + j
+            chosen = native(builder, select, stored, [low, selected, high])
+            sums[number] = with_products(builder, sums[number], factors, chosen)
+    return sums
 
 
-@intrinsic
+@instruction(types.none)
 def add_tabulated(
-    typing,
+    builder,
     values,
     codes,
     table,
@@ -135,45 +116,20 @@ def add_tabulated(
 
     values: uint16, and codes: uint8, both from the first of these groups on.
     """
-
-    def generate(
-        context,
-        builder,
-        signature,
-        arguments,
-    ):
-        values_kind, codes_kind, table_kind, sums_kind = signature.args
-        values, codes, table, sums = arguments
-
-        def pointer(
-            kind,
-            array,
-            at,
-            to,
-        ):
-            return address(context, builder, kind, array, [INT64(at)], to)
-
-        registers = range(0, TOKENS, LANES)
-        targets = [pointer(sums_kind, sums, first, FLOATS) for first in registers]
-        totals = [builder.load(target, align=64) for target in targets]
-        word = builder.load(pointer(codes_kind, codes, 0, INT64), align=1)
-        rows = ir.ArrayType(BFLOATS, TOKENS // LANES)  # a known length spares multiplications
-        first_row = pointer(table_kind, table, 0, rows)
-        undefined = ir.Constant(ir.VectorType(INT32, LANES), ir.Undefined)
-        for g in range(GROUPS):
-            code = builder.and_(builder.lshr(word, word.type(4 * g)), word.type(15))
-            row = builder.gep(first_row, [builder.add(code, word.type(g * CODES))])
-            pair = builder.load(pointer(values_kind, values, 2 * g, INT32), align=2)
-            first_lane = builder.insert_element(undefined, pair, INT32(0))
-            all_lanes = ir.Constant(undefined.type, [0] * LANES)
-            copies = builder.shuffle_vector(first_lane, first_lane, all_lanes)
-            factors = builder.bitcast(copies, BFLOATS)
-            for i, total in enumerate(totals):
-                source = builder.gep(row, [INT32(0), INT32(i)])
-                inputs = builder.load(source, align=64)
-                totals[i] = native(builder, PRODUCTS_BF16, FLOATS, [total, factors, inputs])
-        for target, total in zip(targets, totals, strict=True):
-            builder.store(total, target, align=64)
-        return context.get_dummy_value()
-
-    return types.none(values, codes, table, sums), generate
+    registers = range(0, TOKENS, LANES)
+    targets = [sums.pointer([INT64(first)], FLOATS) for first in registers]
+    totals = [builder.load(target, align=64) for target in targets]
+    word = codes.load([INT64(0)], INT64, align=1)
+    rows = ir.ArrayType(BFLOATS, TOKENS // LANES)  # a known length spares multiplications
+    first_row = table.pointer([INT64(0)], rows)
+    for g in range(GROUPS):
+        code = builder.and_(builder.lshr(word, word.type(4 * g)), word.type(15))
+        row = builder.gep(first_row, [builder.add(code, word.type(g * CODES))])
+        pair = values.load([INT64(2 * g)], INT32, align=2)
+        factors = builder.bitcast(copies(builder, pair), BFLOATS)
+        for i, total in enumerate(totals):
+            source = builder.gep(row, [INT32(0), INT32(i)])
+            inputs = builder.load(source, align=64)
+            totals[i] = native(builder, PRODUCTS_BF16, FLOATS, [total, factors, inputs])
+    for target, total in zip(targets, totals, strict=True):
+        builder.store(total, target, align=64)

@@ -12,7 +12,6 @@ from numba import prange
 from hasslefree.packed.kernels import octets
 from hasslefree.packed.kernels.cpu import (
     AHEAD,
-    WIDE,
     add_factors,
     dot,
     row_function,
@@ -24,7 +23,7 @@ from hasslefree.packed.kernels.cpu import (
     widen,
 )
 from hasslefree.packed.kernels.cpu import layer_2_4 as layer_2_4
-from hasslefree.packed.kernels.llvm import popcount, prefetch, store_totals, zeros
+from hasslefree.packed.kernels.llvm import WIDE, popcount, prefetch, store_totals, zeros
 from hasslefree.packed.kernels.llvm_masks import SPAN, add_expanded, expand, load_word
 
 # A position is read from four bytes at once, wherever in the row it starts.

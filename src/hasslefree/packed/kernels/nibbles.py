@@ -5,7 +5,6 @@ those of `cpu`.
 
 import numpy as np
 from numba import carray, prange, types  # type: ignore[attr-defined]
-from numba.extending import intrinsic
 
 from hasslefree.core.compiled import compiled
 from hasslefree.packed.kernels.cpu import (
@@ -18,27 +17,17 @@ from hasslefree.packed.kernels.cpu import (
     u64,
     widen,
 )
-from hasslefree.packed.kernels.llvm import LANES, zeros
+from hasslefree.packed.kernels.llvm import INT16, LANES, instruction, zeros
 from hasslefree.packed.kernels.llvm_nibbles import add_entries, add_scaled, store_rows, unpack_pairs
 
 # Rows of a block, in the order of torch's operators and of oneDNN.
 BLOCK = 4 * LANES
 
 
-@intrinsic
-def bits_at(typing, address):
+@instruction(types.CPointer(types.uint16))
+def bits_at(builder, address):
     """A pointer to the bits of bfloat16 at an address: an array for each call costs more than L."""
-    pointer = types.CPointer(types.uint16)
-
-    def generate(
-        context,
-        builder,
-        signature,
-        arguments,
-    ):
-        return builder.inttoptr(arguments[0], context.get_value_type(pointer))
-
-    return pointer(address), generate
+    return builder.inttoptr(address, INT16.as_pointer())
 
 
 @compiled(nogil=True, error_model="numpy", fastmath=SUMS)

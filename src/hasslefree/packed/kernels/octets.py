@@ -7,7 +7,6 @@ A table of all masks of eight bits says where each input finds its value.
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from hasslefree.packed.kernels.cpu import AHEAD, row_function, u64
 from hasslefree.packed.kernels.llvm import (
@@ -15,10 +14,11 @@ from hasslefree.packed.kernels.llvm import (
     FEATURES,
     FLOAT,
     FLOATS,
+    INDEX,
     INT16,
     INT32,
-    address,
     call,
+    instruction,
     popcount,
     prefetch,
     store_totals,
@@ -29,20 +29,12 @@ HAS_AVX2 = {"+avx2", "+fma"} <= FEATURES
 # Inputs of one step.
 STEP = 16
 OCTET = 8
-
-
-def places_of_masks():
-    """For each mask and input, how many inputs before it have a bit: int32 (256, 8). The sign is
-    set where the input has one.
-    """
-    places = np.zeros((256, OCTET), np.int32)
-    for mask in range(256):
-        bits = mask >> np.arange(OCTET) & 1
-        places[mask] = np.cumsum(bits) - bits - bits * 2**31
-    return places
-
-
-PLACES = places_of_masks()
+EIGHT_FLOATS = ir.VectorType(FLOAT, OCTET)
+EIGHT_WORDS = ir.VectorType(INT32, OCTET)
+# For each mask and input, how many inputs before it have a bit: int32 (256, 8). The sign is set
+# where the input has one.
+BITS = np.arange(256)[:, np.newaxis] >> np.arange(OCTET) & 1
+PLACES = (np.cumsum(BITS, axis=1) - BITS - BITS * 2**31).astype(np.int32)
 
 
 def expanded_octet(
@@ -51,19 +43,26 @@ def expanded_octet(
     places,
 ):
     """The values, eight float32, in the places (8,) of their inputs, and 0 for other inputs."""
-    floats = ir.VectorType(FLOAT, OCTET)
-    words = ir.VectorType(INT32, OCTET)
     if isinstance(values.type.element, ir.IntType):
-        wide = builder.zext(values, words)
-        values = builder.bitcast(builder.shl(wide, ir.Constant(words, [16] * OCTET)), floats)
-    chosen = call(builder, "llvm.x86.avx2.permps", floats, [values, places])
-    has_value = builder.ashr(places, ir.Constant(words, [31] * OCTET))
-    return builder.bitcast(builder.and_(builder.bitcast(chosen, words), has_value), floats)
+        wide = builder.zext(values, EIGHT_WORDS)
+        bits = builder.shl(wide, ir.Constant(EIGHT_WORDS, [16] * OCTET))
+        values = builder.bitcast(bits, EIGHT_FLOATS)
+    chosen = call(builder, "llvm.x86.avx2.permps", EIGHT_FLOATS, [values, places])
+    has_value = builder.ashr(places, ir.Constant(EIGHT_WORDS, [31] * OCTET))
+    kept = builder.and_(builder.bitcast(chosen, EIGHT_WORDS), has_value)
+    return builder.bitcast(kept, EIGHT_FLOATS)
 
 
-@intrinsic
+@instruction(
+    "sums",
+    first=INDEX,
+    second=INDEX,
+    masks=INDEX,
+    t=INDEX,
+    column=INDEX,
+)
 def add_octets(
-    typing,
+    builder,
     sums,
     values,
     first,
@@ -79,43 +78,26 @@ def add_octets(
     values: the row's begin at `first` for the first eight inputs, and at `second` for the others;
     eight are read from each. masks: the two masks of eight bits; table: `PLACES`; x: float32.
     """
-
-    def generate(
-        context,
-        builder,
-        signature,
-        arguments,
-    ):
-        sums, values, first, second, masks, table, x, t, column = arguments
-        _, values_kind, _, _, _, table_kind, x_kind, _, _ = signature.args
-        if not HAS_AVX2:
-            return sums
-        is_float = isinstance(values_kind.dtype, types.Float)
-        stored = ir.VectorType(FLOAT if is_float else INT16, OCTET)
-        words = ir.VectorType(INT32, OCTET)
-        floats = ir.VectorType(FLOAT, OCTET)
-        factors = []
-        inputs = []
-        for half, start in enumerate((first, second)):
-            mask = builder.and_(builder.lshr(masks, masks.type(8 * half)), masks.type(255))
-            at = [mask, mask.type(0)]
-            places = builder.load(address(context, builder, table_kind, table, at, words), align=4)
-            source = address(context, builder, values_kind, values, [start], stored)
-            octet = builder.load(source, align=values_kind.dtype.bitwidth // 8)
-            factors.append(expanded_octet(builder, octet, places))
-            at = [t, builder.add(column, column.type(OCTET * half))]
-            source = address(context, builder, x_kind, x, at, BYTE)
-            # Only inputs whose sign is set are read; the others are 0.
-            inputs.append(call(builder, "llvm.x86.avx.maskload.ps.256", floats, [source, places]))
-        lanes = ir.Constant(ir.VectorType(INT32, STEP), list(range(STEP)))
-        left = builder.shuffle_vector(*factors, lanes)
-        right = builder.shuffle_vector(*inputs, lanes)
-        total = builder.extract_value(sums, 0)
-        total = call(builder, "llvm.fma.v16f32", FLOATS, [left, right, total])
-        return builder.insert_value(sums, total, 0)
-
-    index = types.uint64
-    return sums(sums, values, index, index, types.uint64, table, x, index, index), generate
+    if not HAS_AVX2:
+        return sums
+    is_float = isinstance(values.dtype, types.Float)
+    stored = ir.VectorType(FLOAT if is_float else INT16, OCTET)
+    factors = []
+    inputs = []
+    for half, start in enumerate((first, second)):
+        mask = builder.and_(builder.lshr(masks, masks.type(8 * half)), masks.type(255))
+        places = table.load([mask, mask.type(0)], EIGHT_WORDS, align=4)
+        octet = values.load([start], stored, align=values.dtype.bitwidth // 8)
+        factors.append(expanded_octet(builder, octet, places))
+        source = x.pointer([t, builder.add(column, column.type(OCTET * half))], BYTE)
+        # Only inputs whose sign is set are read; the others are 0.
+        read = "llvm.x86.avx.maskload.ps.256"
+        inputs.append(call(builder, read, EIGHT_FLOATS, [source, places]))
+    lanes = ir.Constant(ir.VectorType(INT32, STEP), list(range(STEP)))
+    left = builder.shuffle_vector(*factors, lanes)
+    right = builder.shuffle_vector(*inputs, lanes)
+    sums[0] = call(builder, "llvm.fma.v16f32", FLOATS, [left, right, sums[0]])
+    return sums
 
 
 @row_function
