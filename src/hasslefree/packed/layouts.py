@@ -82,7 +82,7 @@ class PackedGroups:
         return (out, groups * self.n), (out, code_bytes)
 
     def pack(self, sparse: Tensor) -> tuple[Tensor, Tensor]:
-        SemiStructured(self.n, self.m).check((sparse.shape[0], sparse.shape[1]))
+        SemiStructured(self.n, self.m).check(sparse.shape)
         return in_chunks(sparse, self._pack_rows)
 
     def _pack_rows(self, sparse: Tensor, first: int) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ class PackedGroups:
         if not self.code_bits:  # everything is stored, or nothing
             return F.pad(values, (0, width - values.shape[1]))
         if self.is_mask:
-            return fill_mask(values, index, width)
+            return Bitmask().unpack(values, index, width)
         positions = self._positions(index, width)
         first_inputs = torch.arange(0, width, self.m, device=index.device)
         inputs = positions + first_inputs.unsqueeze(1)
@@ -185,7 +185,8 @@ class Bitmask:
         index: Tensor,
         width: int,
     ) -> Tensor:
-        return fill_mask(values, index, width)
+        mask = unpack_bits(index, 1, width).bool()
+        return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
     def validate(
         self,
@@ -282,16 +283,6 @@ def in_chunks(
     parts = [pack_rows(rows, i * height) for i, rows in enumerate(sparse.split(height))]
     values, indices = zip(*parts, strict=True)
     return torch.cat(values), torch.cat(indices)
-
-
-def fill_mask(
-    values: Tensor,
-    index: Tensor,
-    width: int,
-) -> Tensor:
-    """S (out, width) of a mask with a bit for each entry."""
-    mask = unpack_bits(index, 1, width).bool()
-    return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
 def check_padding(index: Tensor, used: int) -> None:

@@ -71,17 +71,11 @@ class LayerSpec:
         """The number of trainable parameters: the values of S, or the scales and offsets of its
         grid or their units, and both factors.
         """
-        factors = self.rank * sum(self.shape)
-        if self.grid is None:
-            return self.nonzeros + factors
-        out, width = self.shape
-        if self.grid.rate is not None:
-            return out + width + factors
-        scales = out * (self.grid.blocks(width) or 1)  # units
-        if self.grid.scale_bits is None:
-            scales = out * self.grid.groups(width)
-        offsets = scales if self.grid.offset else 0
-        return scales + offsets + factors
+        floats = self.rank * sum(self.shape)
+        for shape, stored in self.sparse_tensors().values():
+            if stored is None:
+                floats += math.prod(shape)
+        return floats
 
     @property
     def dense_parameters(self) -> int:
