@@ -274,7 +274,9 @@ class SparseLowRankLinear(nn.Module):
         if x.shape[-1] != self.in_features:
             raise ShapeError(f"the layer has {self.in_features} inputs, got {x.shape[-1]}")
         if backend == "numba" and self.spec.grid is None and x.dtype == self.values.dtype:
-            return ops.product(x, self.values, self.index, self.spec.layout)
+            flat = x.reshape(-1, self.in_features)
+            y = ops.packed_product(flat, self.values, self.index, self.spec.pattern)
+            return y.reshape(*x.shape[:-1], self.out_features)
         if self.spec.grid is None and isinstance(self.spec.layout, Columns):
             return linear(x.index_select(-1, self.index), self.values)
         return linear(x, self.unpacked())

@@ -22,6 +22,8 @@ from tests.packed.kernels import reference
 
 pytest.importorskip("numba", reason="needs hasslefree[fast]")
 masks = importlib.import_module("hasslefree.packed.kernels.masks")
+# The operator, which traced calls use; others call the function.
+linear_packed = torch.ops.hasslefree.packed_product.default
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Positions in one byte, across bytes, of no bits; masks of 5, 4 and 8 bits; a group that is longer than a word.
@@ -36,7 +38,7 @@ TOKENS = st.sampled_from([1, 2, 5, 6, 16, 17, 50])
 def unpacked(op, *packed, dtype, width):
     """S, by way of the tiles: the product with the identity is exact."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "direct_tokens", lambda layout: {})
+        patch.setattr(ops, "direct_tokens", lambda *_: 0)
         return op(torch.eye(width, dtype=dtype), *packed).T
 
 
@@ -53,7 +55,7 @@ def test_products_of_groups(pattern, out, groups, tokens, dtype, seed):
     s = reference.sparse(out, groups, n, m, dtype, seed)
     values, positions = reference.pack_groups(s, n, m)
     x = inputs(tokens, s.shape[1], dtype, seed)
-    y = ops.linear_groups(x, values, positions, n, m)
+    y = linear_packed(x, values, positions, f"{n}:{m}")
     assert y.dtype == dtype
     reference.assert_close(y, x, s)
 
@@ -68,7 +70,7 @@ def test_products_of_a_bitmask(out, width, tokens, dtype, share, seed):
     s[1::3] = 0
     values, mask = reference.pack_mask(s)
     x = inputs(tokens, width, dtype, seed + 1)
-    y = ops.linear_mask(x, values, mask)
+    y = linear_packed(x, values, mask, "row")
     assert y.dtype == dtype
     reference.assert_close(y, x, s)
 
@@ -82,16 +84,17 @@ def test_rows_are_unpacked_exactly(pattern, dtype, step, monkeypatch):
     last row has no values behind it; positions of 1:1030 lie across three bytes.
     """
     monkeypatch.setattr(masks, "STEP", step)
+    name = "{}:{}".format(*pattern)
     for groups in (1, 2, 7, 8, 9, 33):
         if groups * pattern[1] > 3000:
             continue
         s = reference.sparse(5, groups, *pattern, dtype, seed=groups)
         values, positions = reference.pack_groups(s, *pattern)
         like = {"dtype": dtype, "width": s.shape[1]}
-        assert torch.equal(unpacked(ops.linear_groups, values, positions, *pattern, **like), s)
-        assert torch.equal(unpacked(ops.linear_mask, *reference.pack_mask(s), **like), s)
+        assert torch.equal(unpacked(linear_packed, values, positions, name, **like), s)
+        assert torch.equal(unpacked(linear_packed, *reference.pack_mask(s), "row", **like), s)
         x = inputs(1, s.shape[1], dtype)
-        reference.assert_close(ops.linear_groups(x, values, positions, *pattern), x, s)
+        reference.assert_close(linear_packed(x, values, positions, name), x, s)
 
 
 @steps
@@ -100,22 +103,22 @@ def test_rows_are_unpacked_exactly(pattern, dtype, step, monkeypatch):
 def test_registers_of_2_4_and_what_they_leave(groups, dtype, step, monkeypatch):
     """Whole registers and every remainder, with and without vectors, for one token and more than go at once."""
     monkeypatch.setattr(masks, "STEP", step)
-    monkeypatch.setattr(ops, "direct_tokens", lambda layout: {dtype: 100})
+    monkeypatch.setattr(ops, "direct_tokens", lambda *_: 100)
     s = reference.sparse(7, groups, 2, 4, dtype, seed=groups)
     packed = reference.pack_groups(s, 2, 4)
     for tokens in (1, 3, 4, 5, 9):
         x = inputs(tokens, s.shape[1], dtype)
-        reference.assert_close(ops.linear_groups(x, *packed, 2, 4), x, s)
+        reference.assert_close(linear_packed(x, *packed, "2:4"), x, s)
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_a_layer_of_several_tiles_that_do_not_come_out_even(tokens, monkeypatch):
     monkeypatch.setattr(ops, "TILE_BYTES", 1)
-    monkeypatch.setattr(ops, "direct_tokens", lambda layout: {})
+    monkeypatch.setattr(ops, "direct_tokens", lambda *_: 0)
     s = reference.sparse(3 * ops.MIN_TILE_ROWS + 5, 9, 2, 4, torch.float32, seed=0)
     x = inputs(tokens, s.shape[1], torch.float32)
-    reference.assert_close(ops.linear_groups(x, *reference.pack_groups(s, 2, 4), 2, 4), x, s)
-    reference.assert_close(ops.linear_mask(x, *reference.pack_mask(s)), x, s)
+    reference.assert_close(linear_packed(x, *reference.pack_groups(s, 2, 4), "2:4"), x, s)
+    reference.assert_close(linear_packed(x, *reference.pack_mask(s), "row"), x, s)
 
 
 @given(
@@ -153,7 +156,7 @@ def test_many_tokens_by_tables_or_by_tiles(out, width, tokens, tiles, monkeypatc
     monkeypatch.setattr(ops, "MAX_TABLE_ROWS", 64)
     s = reference.sparse(out, width // 4, 2, 4, torch.bfloat16, seed=out)
     x = inputs(tokens + 1, width, torch.bfloat16).view(-1)[3 : 3 + tokens * width].view(tokens, width)  # 2-byte aligned
-    reference.assert_close(ops.linear_groups(x, *reference.pack_groups(s, 2, 4), 2, 4), x, s)
+    reference.assert_close(linear_packed(x, *reference.pack_groups(s, 2, 4), "2:4"), x, s)
 
 
 def test_every_pair_of_a_table_is_exact(monkeypatch):
@@ -161,13 +164,13 @@ def test_every_pair_of_a_table_is_exact(monkeypatch):
     monkeypatch.setattr(ops, "multiplies_tiles", lambda: False)
     s = reference.sparse(96, 32, 2, 4, torch.bfloat16, seed=2, empty_rows=False)
     packed = reference.pack_groups(s, 2, 4)
-    assert torch.equal(ops.linear_groups(torch.eye(128).bfloat16(), *packed, 2, 4).T, s)
+    assert torch.equal(linear_packed(torch.eye(128).bfloat16(), *packed, "2:4").T, s)
     if masks.STEP != masks.WITH_AVX512:
         pytest.skip("this processor multiplies unpacked rows, in which a zero times NaN is NaN: tables need AVX-512")
     for value in (float("inf"), float("nan")):
         x = torch.zeros(64, 128).bfloat16()
         x[5, 7] = value
-        y = ops.linear_groups(x, *packed, 2, 4)
+        y = linear_packed(x, *packed, "2:4")
         assert torch.equal(y[5].isfinite(), s[:, 7] == 0)
         assert y[torch.arange(64) != 5].isfinite().all()
         assert torch.equal(y[5].isnan(), (s[:, 7] != 0) & x[5, 7].isnan())
@@ -182,7 +185,7 @@ def test_sums_are_rounded_to_the_nearest_and_ties_to_even(monkeypatch):
     s[:, :2] = parts.bfloat16()
     x = torch.ones(64, 64).bfloat16()
     expected = s.float().sum(1).bfloat16().expand(64, 64)
-    assert torch.equal(ops.linear_groups(x, *reference.pack_groups(s, 2, 4), 2, 4), expected)
+    assert torch.equal(linear_packed(x, *reference.pack_groups(s, 2, 4), "2:4"), expected)
 
 
 def test_inputs_and_values_may_be_views():
@@ -192,7 +195,7 @@ def test_inputs_and_values_may_be_views():
     x = inputs(1, 2 * s.shape[1], torch.float32)[:, ::2]
     strided = torch.stack([values, values], -1)[..., 0]
     assert torch.equal(
-        ops.linear_groups(x, strided, positions, 2, 4), ops.linear_groups(x.contiguous(), values, positions, 2, 4)
+        linear_packed(x, strided, positions, "2:4"), linear_packed(x.contiguous(), values, positions, "2:4")
     )
 
 
@@ -269,18 +272,18 @@ def test_an_index_may_be_a_view(tokens):
     values, positions = reference.pack_groups(s, 2, 4)
     packed, mask = reference.pack_mask(s)
     by_columns = [index.T.contiguous().T for index in (positions, mask)]
-    assert torch.equal(ops.linear_groups(x, values, by_columns[0], 2, 4), ops.linear_groups(x, values, positions, 2, 4))
-    assert torch.equal(ops.linear_mask(x, packed, by_columns[1]), ops.linear_mask(x, packed, mask))
+    assert torch.equal(linear_packed(x, values, by_columns[0], "2:4"), linear_packed(x, values, positions, "2:4"))
+    assert torch.equal(linear_packed(x, packed, by_columns[1], "row"), linear_packed(x, packed, mask, "row"))
 
 
 def test_a_mask_of_another_number_of_entries_than_values():
     with pytest.raises(PatternError, match="8 entries, but there are 7 values"):
-        ops.linear_mask(inputs(1, 16, torch.float32), torch.ones(7), torch.full((1, 2), 0x0F, dtype=torch.uint8))
+        linear_packed(inputs(1, 16, torch.float32), torch.ones(7), torch.full((1, 2), 0x0F, dtype=torch.uint8), "row")
 
 
 def test_a_gradient_is_refused_and_not_left_out():
     s = reference.sparse(4, 4, 2, 4, torch.float32, seed=3)
-    y = ops.linear_groups(inputs(1, 16, torch.float32).requires_grad_(), *reference.pack_groups(s, 2, 4), 2, 4)
+    y = linear_packed(inputs(1, 16, torch.float32).requires_grad_(), *reference.pack_groups(s, 2, 4), "2:4")
     with pytest.raises(RuntimeError, match="autograd"):
         y.sum().backward()
 
@@ -293,14 +296,14 @@ def test_one_node_of_a_compiled_graph(tokens):
     packed, mask = reference.pack_mask(s)
 
     def both(x):
-        return ops.linear_groups(x, values, positions, 2, 4) + ops.linear_mask(x, packed, mask)
+        return linear_packed(x, values, positions, "2:4") + linear_packed(x, packed, mask, "row")
 
     x = inputs(tokens, s.shape[1], torch.float32)
     with torch.no_grad():
         assert torch.equal(torch.compile(both, fullgraph=True, backend="aot_eager")(x), both(x))
     values = values.clone()
-    for op, args in ((ops.linear_groups, (x, values, positions, 2, 4)), (ops.linear_mask, (x, packed, mask))):
-        torch.library.opcheck(op, args)
+    for args in ((x, values, positions, "2:4"), (x, packed, mask, "row")):
+        torch.library.opcheck(linear_packed, args)
 
 
 THREADS = """
@@ -314,12 +317,12 @@ for n, m in ((2, 4), (4, 8)):
     s = reference.sparse(257, 32, n, m, torch.float32, seed=5)
     x = torch.randn(1, s.shape[1], generator=torch.Generator().manual_seed(6))
     packed = reference.pack_groups(s, n, m)
-    answers.append(ops.linear_groups(x, *packed, n, m).view(torch.int32).tolist())
-    answers.append(ops.linear_groups(torch.eye(s.shape[1]), *packed, n, m).view(torch.int32).tolist())
-    answers.append(ops.linear_mask(x, *reference.pack_mask(s)).view(torch.int32).tolist())
+    answers.append(ops.packed_product(x, *packed, f"{n}:{m}").view(torch.int32).tolist())
+    answers.append(ops.packed_product(torch.eye(s.shape[1]), *packed, f"{n}:{m}").view(torch.int32).tolist())
+    answers.append(ops.packed_product(x, *reference.pack_mask(s), "row").view(torch.int32).tolist())
 s = reference.sparse(257, 32, 2, 4, torch.bfloat16, seed=5)
 x = torch.randn(200, 128, generator=torch.Generator().manual_seed(6)).bfloat16()
-answers.append(ops.linear_groups(x, *reference.pack_groups(s, 2, 4), 2, 4).view(torch.int16).tolist())
+answers.append(ops.packed_product(x, *reference.pack_groups(s, 2, 4), "2:4").view(torch.int16).tolist())
 import numba
 print(json.dumps([[numba.get_num_threads(), torch.get_num_threads()], answers]))
 """

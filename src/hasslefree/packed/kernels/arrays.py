@@ -68,8 +68,7 @@ class LayerArrays:
         if self.is_2_4:
             stored = (as_numpy(values), index.numpy())
         else:
-            masks = masks_of(layout, index, width)
-            starts = row_starts(masks, values.numel())
+            masks, starts = masks_of(layout, index, width, values.numel())
             self.bytes = starts.nbytes
             if masks is not index:
                 self.bytes += masks.nbytes
@@ -94,67 +93,28 @@ def masks_of(
     layout: PackedGroups | Bitmask,
     index: Tensor,
     width: int,
-) -> Tensor:
-    """The masks of the rows, uint8 (out, ⌈in/8⌉): the index itself if it holds masks."""
-    if isinstance(layout, Bitmask) or layout.is_mask:
-        return index
-    masks = torch.zeros(len(index), -(-width // 8), dtype=torch.uint8)
-    pattern = (layout.n, layout.m, layout.position_bits)
-    numba_kernels().mark_positions(index.numpy(), *pattern, width, masks.numpy())
-    return masks
-
-
-def row_starts(masks: Tensor, count: int) -> Tensor:
-    """Where the values of each row begin: int64 (out,).
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    """The masks of the rows, uint8 (out, ⌈in/8⌉), and where the values of each row begin, int64
+    (out,). The masks are the index itself if it holds masks.
 
     Raises:
         PatternError: they do not mark `count` entries.
     """
+    kernels = numba_kernels()
+    masks = index
+    if isinstance(layout, PackedGroups) and not layout.is_mask:
+        masks = torch.zeros(len(index), -(-width // 8), dtype=torch.uint8)
+        pattern = (layout.n, layout.m, layout.position_bits)
+        kernels.mark_positions(index.numpy(), *pattern, width, masks.numpy())
     counts = torch.empty(len(masks), dtype=torch.int64)
-    numba_kernels().count_rows(masks.numpy(), counts.numpy())
+    kernels.count_rows(masks.numpy(), counts.numpy())
     marked = int(counts.sum())
     if marked != count:
         raise PatternError(
             f"the index marks {marked} entries, but there are {count} values; load the model again"
         )
-    return counts.cumsum(0) - counts
-
-
-class HighArrays:
-    """The high bits of codes that share nibbles, as arrays, for a few tokens in bfloat16.
-
-    Args:
-        shared: their nibbles, uint8 (out, bits · in/8), in the order of torch's operators.
-        terms: scales and centres, (groups, out, 2) bfloat16.
-        group: the inputs that share them.
-        bits: of a code, that share a nibble.
-    """
-
-    def __init__(
-        self,
-        shared: Tensor,
-        terms: Tensor,
-        group: int,
-        bits: int,
-    ):
-        pairs = bits_of(terms.view(torch.int32).squeeze(-1))
-        self.arrays = (shared.numpy(), pairs, group, bits)
-
-    def add(self, x: Tensor, y: Tensor) -> None:
-        """Add what the high bits contribute to y = x Sᵀ: x (tokens, in), y (tokens, out), both
-        contiguous.
-        """
-        numba_kernels()  # sets the number of threads
-        from hasslefree.packed.kernels.nibbles import add_high
-
-        add_high(x.data_ptr(), y.data_ptr(), len(x), *self.arrays)
-
-
-def float_or_empty(numbers: Tensor | None) -> Tensor:
-    """Numbers in float32; (0,) for None."""
-    if numbers is None:
-        return torch.empty(0)
-    return numbers.float()
+    return masks, counts.cumsum(0) - counts
 
 
 def takes_few(x: Tensor) -> bool:

@@ -8,6 +8,7 @@ with AVX2 alone.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -100,17 +101,9 @@ def _numba(case: Case) -> str | None:
     return None
 
 
-def _int4(case: Case) -> str | None:
-    return _by_torch(case, int4.obstacle)
-
-
-def _int8(case: Case) -> str | None:
-    return _by_torch(case, int8.obstacle)
-
-
 def _by_torch(
-    case: Case,
     obstacle_of: Callable[[str, torch.dtype, Grid, tuple[int, int]], str | None],
+    case: Case,
 ) -> str | None:
     """Say why torch's operators for codes cannot multiply; None if they can."""
     if case.grid is None:
@@ -128,6 +121,6 @@ BACKENDS: dict[str, Callable[[Case], str | None]] = {
     "dense": _dense,
     "unpacked": _unpacked,
     "numba": _numba,
-    "int4": _int4,
-    "int8": _int8,
+    "int4": partial(_by_torch, int4.obstacle),
+    "int8": partial(_by_torch, int8.obstacle),
 }

@@ -75,19 +75,12 @@ class ByteCodes:
         if not is_traced(x) and len(x) <= MOST:
             return add_low_rank(self.few_product(x), x, u, v)
         out, width = self.codes.shape
-        height = max(1, TILE_BYTES // (4 * max(width, 1)))
-        parts = [linear(x, self._values(first, height, x.dtype)) for first in range(0, out, height)]
+        height = max(1, TILE_BYTES // (4 * width))
+        parts = []
+        for first in range(0, out, height):
+            rows = slice(first, first + height)
+            scale = self.scale[rows].unsqueeze(-1)
+            codes = self.codes[rows].view(*self.scale[rows].shape, -1)
+            values = torch.addcmul(self.centre[rows].unsqueeze(-1), codes.float(), scale)
+            parts.append(linear(x, values.flatten(1).to(x.dtype)))
         return add_low_rank(torch.cat(parts, 1), x, u, v)
-
-    def _values(
-        self,
-        first: int,
-        height: int,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """Some rows of S."""
-        rows = slice(first, first + height)
-        scale = self.scale[rows].unsqueeze(-1)
-        codes = self.codes[rows].view(*self.scale[rows].shape, -1)
-        values = torch.addcmul(self.centre[rows].unsqueeze(-1), codes.float(), scale)
-        return values.flatten(1).to(dtype)

@@ -36,12 +36,9 @@ from hasslefree.packed.kernels.arrays import numba_kernels
 # The groups of nibbles that the operators take.
 GROUPS = (256, 128, 64, 32)
 # The groups of S: those of a grid are divided into the longest of these that fits.
-STORED_GROUPS = (256, 128, 64, 32, 16)
+STORED_GROUPS = (*GROUPS, 16)
 # The operators' zero among the nibbles.
 ZERO = 8
-# What the low and the high nibble of a code are multiplied by, or a nibble and what fills it up.
-LOW_AND_HIGH = (1.0, 16.0)
-FILLED_UP = (1.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -163,7 +160,8 @@ class Nibbles:
         """x (tokens, in) → what the nibbles are multiplied by, (tokens, count · in)."""
         if self.count == 1:
             return x.contiguous()
-        multiples = multiples_on(x.device, LOW_AND_HIGH if self.is_high else FILLED_UP)
+        # Of the high nibble, or of what fills a group up.
+        multiples = multiples_on(x.device, 16.0 if self.is_high else 0.0)
         return (x.unflatten(1, (-1, 1, self.group)) * multiples).flatten(1)
 
     def values(self, nibbles: Tensor, terms: Tensor) -> Tensor:
@@ -183,9 +181,11 @@ class Nibbles:
 
 
 @functools.cache
-def multiples_on(device: torch.device, multiples: tuple[float, float]) -> Tensor:
-    """(2, 1), bfloat16: made once, as a copy to a GPU takes longer than a product."""
-    return torch.tensor(multiples, dtype=torch.bfloat16, device=device).view(2, 1)
+def multiples_on(device: torch.device, second: float) -> Tensor:
+    """What the inputs of the two nibbles of a code are multiplied by, (2, 1), bfloat16: made once,
+    as a copy to a GPU takes longer than a product.
+    """
+    return torch.tensor([1.0, second], dtype=torch.bfloat16, device=device).view(2, 1)
 
 
 @functools.cache

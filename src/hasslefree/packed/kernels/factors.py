@@ -1,9 +1,12 @@
 """L of a layer on a CPU: added to y = x Sᵀ by torch, or with a few tokens by Numba."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from hasslefree.core.products import add_product, linear
-from hasslefree.packed.kernels.arrays import as_numpy, float_or_empty
+from hasslefree.packed.kernels.arrays import as_numpy
 
 
 def add_low_rank(
@@ -43,14 +46,20 @@ class FactorArrays:
         v_scale: Tensor | None,
         bias: Tensor | None,
     ):
-        tensors = []
+        self.arrays: list[Any] = []
         for matrix, scale in ((v, v_scale), (u, u_scale)):
-            tensors += [matrix, float_or_empty(scale)]
-        tensors.append(float_or_empty(bias))
-        self.arrays = tuple([as_numpy(tensor.contiguous()) for tensor in tensors])
+            self.arrays += [as_numpy(matrix.contiguous()), floats_of(scale)]
+        self.arrays.append(floats_of(bias))
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """y += x vᵀ uᵀ + b, for x (tokens, in) and y (tokens, out), both contiguous."""
         from hasslefree.packed.kernels.nibbles import add_low_rank
 
         add_low_rank(x.data_ptr(), y.data_ptr(), len(x), *self.arrays)
+
+
+def floats_of(numbers: Tensor | None) -> Any:
+    """Numbers as an array of float32; (0,) for None."""
+    if numbers is None:
+        numbers = torch.empty(0)
+    return as_numpy(numbers.float().contiguous())

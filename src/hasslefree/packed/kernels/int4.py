@@ -7,22 +7,24 @@ a CPU's, and `tiles` CUDA's.
 """
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from hasslefree.core.grids import Grid
-from hasslefree.core.products import is_traced
+from hasslefree.core.products import linear
 from hasslefree.packed.kernels import arrays, interleaved, tiles
-from hasslefree.packed.kernels.arrays import HighArrays, bits_of, numba_kernels
+from hasslefree.packed.kernels.arrays import bits_of, numba_kernels
 from hasslefree.packed.kernels.codes import ZERO, Nibbles
 from hasslefree.packed.kernels.factors import add_low_rank
 from hasslefree.packed.kernels.interleaved import rows_of, rows_of_block, write_columns
-from hasslefree.packed.kernels.ops import as_operator
-from hasslefree.packed.kernels.rooms import BLOCK, BlockedRoom, Room, room_for
+from hasslefree.packed.kernels.ops import operator
+from hasslefree.packed.kernels.rooms import BLOCK, BlockedRoom, room_for
 
 # Nibbles of an input, times tokens, that the operators multiply at most: from there on, unpacking
 # is faster, by Numba or by torch.
@@ -76,14 +78,12 @@ class Int4:
         if bits == 8:
             nibbles = replace(nibbles, full=bool(codes.max() >= 256 - ZERO))
         repeats = stored_group // nibbles.group
-        terms = nibbles.terms(
-            scale.float().repeat_interleave(repeats, 1), low.float().repeat_interleave(repeats, 1)
-        )
+        terms = nibbles.terms(scale.float(), low.float()).repeat_interleave(repeats, 0)
         if codes.device.type == "cuda":
             return cls(tiles.tiled(nibbles.split(codes)), terms, nibbles)
         packed = codes.new_empty(out, nibbles.count * width // 2)
         shared = codes.new_empty(out, nibbles.shared * width // 8)
-        for rows in tiles_of(out, width):
+        for rows in tiles_of(out, width, rows_of_block(), TILE_BYTES):
             packed[rows] = interleaved.interleaved(nibbles.split(codes[rows]))
             if nibbles.shared:
                 shared[rows] = interleaved.interleaved(nibbles.share(codes[rows]))
@@ -97,37 +97,41 @@ class Int4:
 
     def all_codes(self) -> Tensor:
         """The codes that `of` was given."""
-        return torch.cat([self.codes_of_rows(rows) for rows in self._few_rows()])
+        return torch.cat([self.codes_of_rows(rows) for rows in self.row_tiles()])
 
-    def _few_rows(self) -> Iterator[slice]:
+    def row_tiles(self) -> Iterator[slice]:
         """Rows that are unpacked together, one slice after the other."""
         out = self.terms.shape[1]
         width = len(self.terms) * self.nibbles.group
-        if not self.codes.is_cuda:
-            return tiles_of(out, width)
-        height = max(1, CUDA_TILE_BYTES // (2 * width * tiles.ROWS)) * tiles.ROWS
-        return (slice(start, min(start + height, out)) for start in range(0, out, height))
+        if self.codes.is_cuda:
+            return tiles_of(out, width, tiles.ROWS, CUDA_TILE_BYTES)
+        return tiles_of(out, width, rows_of_block(), TILE_BYTES)
 
     def codes_of_rows(self, rows: Tensor | slice) -> Tensor:
-        """The codes of some rows, uint8 (rows, in). rows: indices (rows,), or of `_few_rows`."""
+        """The codes of some rows, uint8 (rows, in). rows: indices (rows,), or of `row_tiles`."""
         select = tiles.rows_of if self.codes.is_cuda else rows_of
         shared = None if self.shared is None else rows_of(self.shared, rows)
         return self.nibbles.join(select(self.codes, rows), shared)
 
     @functools.cached_property
-    def high(self) -> HighArrays | None:
-        """The high bits that share nibbles, for a few tokens."""
-        if self.shared is None:
-            return None
-        return HighArrays(self.shared, self.terms, self.nibbles.group, self.nibbles.shared)
+    def high(self) -> tuple[Any, ...]:
+        """The high bits that share nibbles, as `add_high` takes them: made once, because for a few
+        tokens Python's overhead counts.
+        """
+        assert self.shared is not None
+        pairs = bits_of(self.terms.view(torch.int32).squeeze(-1))
+        return (self.shared.numpy(), pairs, self.nibbles.group, self.nibbles.shared)
 
     def few_product(self, x: Tensor) -> Tensor:
         """x Sᵀ for a few tokens on a CPU: (tokens, in) → (tokens, out), bfloat16."""
         nibbles = self.nibbles
         inputs = nibbles.spread(x)
         y = torch._weight_int4pack_mm_for_cpu(inputs, self.codes, nibbles.together, self.terms)
-        if self.high is not None:
-            self.high.add(inputs, y)
+        if self.shared is not None:
+            numba_kernels()  # sets the number of threads
+            from hasslefree.packed.kernels.nibbles import add_high
+
+            add_high(inputs.data_ptr(), y.data_ptr(), len(x), *self.high)
         return y
 
     def product(
@@ -147,25 +151,22 @@ class Int4:
             (tokens, out), bfloat16.
         """
         nibbles = self.nibbles
-        if x.device.type == "cuda":
-            return add_low_rank(self._product_on_cuda(x), x, u, v)
-        multiply = linear_int4 if is_traced(x) else int4_product
-        return multiply(x, self.codes, self.shared, self.terms, nibbles.bits, nibbles.group, u, v)
-
-    def _product_on_cuda(self, x: Tensor) -> Tensor:
-        """x Sᵀ: (tokens, in) → (tokens, out)."""
-        nibbles = self.nibbles
+        if not x.is_cuda:
+            form = (nibbles.bits, nibbles.group)
+            return int4_product(x, self.codes, self.shared, self.terms, *form, u, v)
         if len(x) <= CUDA_TOKENS:
             multiply = torch.ops.aten._weight_int4pack_mm
             y: Tensor = multiply(nibbles.spread(x), self.codes, nibbles.together, self.terms)
-            return y
-        parts = []
-        for rows in self._few_rows():
-            unpacked = nibbles.values(tiles.rows_of(self.codes, rows), self.terms[:, rows])
-            parts.append(F.linear(x, unpacked))
-        return torch.cat(parts, 1)
+        else:
+            parts = []
+            for rows in self.row_tiles():
+                unpacked = nibbles.values(tiles.rows_of(self.codes, rows), self.terms[:, rows])
+                parts.append(F.linear(x, unpacked))
+            y = torch.cat(parts, 1)
+        return add_low_rank(y, x, u, v)
 
 
+@operator(rows=0)
 def int4_product(
     x: Tensor,
     codes: Tensor,
@@ -182,61 +183,68 @@ def int4_product(
     blocked = arrays.HAS_NUMBA and rows_of_block() == BLOCK
     if nibbles.count * len(x) <= (MOST_BY_NUMBA if blocked else MOST_BY_TORCH):
         return add_low_rank(operands.few_product(x), x, u, v)
-    width = x.shape[1]
     parts = []
-    for rows in tiles_of(len(codes), width):
-        room = room_for(rows.stop - rows.start, width, blocked)
-        fill(room, operands, rows)
-        parts.append(room.product(x))
+    for rows in operands.row_tiles():
+        room = room_for(rows.stop - rows.start, x.shape[1]) if blocked else None
+        if room is None:
+            parts.append(linear(x, unpacked_rows(operands, rows)))
+        else:
+            fill(room, operands, rows)
+            parts.append(room.product(x))
     y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return add_low_rank(y, x, u, v)
 
 
-linear_int4 = as_operator("hasslefree::linear_int4", int4_product)
-linear_int4.register_fake(lambda x, codes, *_: x.new_empty(x.shape[0], codes.shape[0]))
+def fill(room: BlockedRoom, operands: Int4, rows: slice) -> None:
+    """Unpack some rows of S, whole blocks or the last ones, into a room."""
+    numba_kernels()  # sets the number of threads
+    from hasslefree.packed.kernels.nibbles import unpack_nibbles
 
-
-def fill(room: Room, operands: Int4, rows: slice) -> None:
-    """Unpack some rows of S on a CPU, whole blocks or the last ones, into a room."""
-    codes = operands.codes
-    terms = operands.terms
     nibbles = operands.nibbles
-    shared = operands.shared
-    group = nibbles.group
-    if isinstance(room, BlockedRoom):
-        numba_kernels()  # sets the number of threads
-        from hasslefree.packed.kernels.nibbles import unpack_nibbles
+    codes = operands.codes.numpy()
+    above = codes if operands.shared is None else operands.shared.numpy()
+    pairs = room.values.view(torch.uint32).squeeze(-1).numpy()
+    form = (nibbles.group, nibbles.count, nibbles.is_high, nibbles.shared)
+    unpack_nibbles(codes, above, bits_of(operands.terms), rows.start, *form, pairs)
 
-        pairs = room.values.view(torch.uint32).squeeze(-1).numpy()
-        form = (group, nibbles.count, nibbles.is_high, nibbles.shared)
-        above = (codes if shared is None else shared).numpy()
-        unpack_nibbles(codes.numpy(), above, bits_of(terms), rows.start, *form, pairs)
-        return
+
+def unpacked_rows(operands: Int4, rows: slice) -> Tensor:
+    """Some rows of S on a CPU, whole blocks or the last ones, in the memory of this thread."""
+    nibbles = operands.nibbles
+    shape = (rows.stop - rows.start, len(operands.terms) * nibbles.group)
+    unpacked = arrays.workspace(2 * math.prod(shape)).view(torch.bfloat16).view(shape)
     step = 4 * rows_of_block()  # rows that stay in the cache
     for start in range(rows.start, rows.stop, step):
         few = slice(start, min(start + step, rows.stop))
         count = few.stop - start
-        parts = torch.empty(2 * codes.shape[1], count)
-        write_columns(codes[few], parts)
-        parts = parts.sub_(ZERO).view(-1, nibbles.count, group, count)
+        parts = torch.empty(2 * operands.codes.shape[1], count)
+        write_columns(operands.codes[few], parts)
+        parts = parts.sub_(ZERO).view(-1, nibbles.count, nibbles.group, count)
         steps = parts[:, 0]
-        scale, centre = terms[:, few].float().permute(2, 0, 1).unsqueeze(2)
+        scale, centre = operands.terms[:, few].float().permute(2, 0, 1).unsqueeze(2)
         if nibbles.is_high:
             steps = steps.add_(parts[:, 1], alpha=16)
             centre = 17 * centre
-        if shared is not None:
-            high = nibbles.high(rows_of(shared, few)).T.float()
+        if operands.shared is not None:
+            high = nibbles.high(rows_of(operands.shared, few)).T.float()
             high -= ((1 << nibbles.shared) - 1) / 2
             steps = steps.add_(high.view(steps.shape), alpha=16)
         values = torch.addcmul(centre, steps, scale).flatten(0, 1)
-        room.values[start - rows.start : few.stop - rows.start] = values.T
+        unpacked[start - rows.start : few.stop - rows.start] = values.T
+    return unpacked
 
 
-def tiles_of(out: int, width: int) -> Iterator[slice]:
-    """Divide the rows of S into tiles: whole blocks of a CPU's order, and the rest."""
-    block = rows_of_block()
+def tiles_of(
+    out: int,
+    width: int,
+    block: int,
+    tile_bytes: int,
+) -> Iterator[slice]:
+    """Divide the rows of S into tiles of some bytes in bfloat16: whole blocks of rows, and the
+    rest.
+    """
     whole = out - out % block
-    height = max(1, TILE_BYTES // (2 * width * block)) * block
+    height = max(1, tile_bytes // (2 * width * block)) * block
     for start in range(0, whole, height):
         yield slice(start, min(start + height, whole))
     if whole < out:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from hasslefree.core.coder import MIDDLE
 from hasslefree.core.grids import Grid
-from hasslefree.core.products import is_traced, linear, multiplies_slowly
+from hasslefree.core.products import linear, multiplies_slowly
 from hasslefree.packed.kernels import interleaved
 from hasslefree.packed.kernels.factors import add_low_rank
-from hasslefree.packed.kernels.ops import as_operator
+from hasslefree.packed.kernels.ops import operator
 
 # Tokens that the operator multiplies at most: with AVX2, unpacking S is faster from there on.
 MOST = 16
@@ -67,8 +67,7 @@ class Int8:
         v: Tensor | None = None,
     ) -> Tensor:
         """x Sᵀ, or x Sᵀ + x vᵀ uᵀ: (tokens, in) → (tokens, out); all bfloat16."""
-        multiply = linear_int8 if is_traced(x) else int8_product
-        return multiply(x, self.codes, self.scale, u, v)
+        return int8_product(x, self.codes, self.scale, u, v)
 
 
 def bytes_of(out: int, width: int) -> int:
@@ -76,6 +75,7 @@ def bytes_of(out: int, width: int) -> int:
     return out * width + out * torch.bfloat16.itemsize
 
 
+@operator(rows=0)
 def int8_product(
     x: Tensor,
     codes: Tensor,
@@ -97,10 +97,6 @@ def int8_product(
             rows = slice(first, first + height)
             y[:, rows] = linear(inputs, codes[rows].to(dtype)) * scale[rows]
     return add_low_rank(y, x, u, v)
-
-
-linear_int8 = as_operator("hasslefree::linear_int8", int8_product)
-linear_int8.register_fake(lambda x, codes, *_: x.new_empty(x.shape[0], codes.shape[0]))
 
 
 def obstacle(

@@ -11,7 +11,7 @@ registered. `backends.choose` uses the dense backend for such calls.
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,18 +24,17 @@ from hasslefree.packed.kernels.arrays import (
     bits_of,
     masks_of,
     numba_kernels,
-    row_starts,
     workspace,
 )
-from hasslefree.packed.layouts import Bitmask, Layout, PackedGroups
+from hasslefree.packed.layouts import Bitmask, Columns, PackedGroups, layout_of
 
+Product = Callable[..., Tensor]
 # The number of tokens from which unpacking some rows once is cheaper than reading packed rows for
-# every token. With AVX-512, 2:4 halves the products as well, and float32 is never unpacked.
-DIRECT_2_4 = {torch.float32: math.inf, torch.bfloat16: 33}
-DIRECT_2_4_AMX = {torch.float32: math.inf, torch.bfloat16: 13}
-# Other patterns, and 2:4 with AVX2; and without both.
-DIRECT = {torch.float32: 13, torch.bfloat16: 13}
-DIRECT_SCALAR = {torch.float32: 6, torch.bfloat16: 6}
+# every token. With AVX-512, 2:4 halves the products as well.
+DIRECT_2_4 = 33
+# Other patterns; 2:4 with AVX2, or beside tiles; and any pattern without AVX2.
+DIRECT = 13
+DIRECT_SCALAR = 6
 # Tokens that run through the packed rows of 2:4 together: their inputs stay in the second level of
 # the cache.
 TOGETHER = 32
@@ -48,67 +47,62 @@ TABLE_INPUTS = 64
 MAX_TABLE_ROWS = 1024
 
 
-def product(
+def operator(rows: int) -> Callable[[Product], Product]:
+    """Make a product with S, (tokens, in) → (tokens, out), a torch operator where it is traced.
+
+    Args:
+        rows: the number of the operand after x that has a row for each output.
+    """
+
+    def decorate(function: Product) -> Product:
+        name = f"hasslefree::{function.__name__}"
+        traced = torch.library.custom_op(name, function, mutates_args=(), device_types="cpu")
+
+        @traced.register_fake
+        def fake(x: Tensor, *operands: Any) -> Tensor:
+            return x.new_empty(x.shape[0], operands[rows].shape[0])
+
+        @functools.wraps(function)
+        def multiply(x: Tensor, *operands: Any) -> Tensor:
+            if is_traced(x):
+                return traced(x, *operands)
+            return function(x, *operands)
+
+        return multiply
+
+    return decorate
+
+
+@operator(rows=1)
+def packed_product(
     x: Tensor,
     values: Tensor,
     index: Tensor,
-    layout: Layout,
+    pattern: str,
 ) -> Tensor:
     """x Sᵀ.
 
     Args:
-        x: (..., in), float32, bfloat16 or float16. Kernels do not check how long a row of it is.
+        x: (tokens, in), float32, bfloat16 or float16. Kernels do not check how long a row of it is.
         values: of S, of x's dtype.
         index: of S, uint8.
-        layout: how S is stored.
+        pattern: the name of the pattern of S, any but structured.
 
     Returns:
-        (..., out), of x's dtype; sums are float32.
+        (tokens, out), of x's dtype; sums are float32.
     """
-    flat = x.reshape(-1, x.shape[-1])
-    groups = groups_product
-    masked = mask_product
-    if is_traced(x):
-        groups = linear_groups
-        masked = linear_mask
-    if isinstance(layout, PackedGroups):
-        y = groups(flat, values, index, layout.n, layout.m)
-    else:
-        y = masked(flat, values, index)
-    return y.reshape(*x.shape[:-1], y.shape[-1])
+    layout = layout_of(pattern)
+    assert not isinstance(layout, Columns)
+    values = values.contiguous()
+    index = index.contiguous()
+    if len(x) < direct_tokens(layout, x.dtype):
+        return _direct(x, values, index, layout)
+    if takes_tables(layout, x):
+        return _by_tables(x, values, index)
+    return _by_tiles(x, values, index, layout)
 
 
-def groups_product(
-    x: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    n: int,
-    m: int,
-) -> Tensor:
-    """`product` for the pattern N:M.
-
-    x: (tokens, in). values: (out, in/M·N). positions: (out, bytes), uint8, the codes of the groups.
-    """
-    layout = PackedGroups(n, m)
-    is_many = len(x) >= direct_tokens(layout).get(x.dtype, 0)
-    if is_many and takes_tables(layout, x):
-        return _by_tables(x, values.contiguous(), positions.contiguous())
-    return _by_layout(x, values, positions.contiguous(), layout)
-
-
-def mask_product(
-    x: Tensor,
-    values: Tensor,
-    mask: Tensor,
-) -> Tensor:
-    """`product` for any pattern that is stored as a mask.
-
-    x: (tokens, in). values: (nonzeros,), row by row. mask: (out, ⌈in/8⌉), uint8.
-    """
-    return _by_layout(x, values, mask.contiguous(), Bitmask())
-
-
-def takes_tables(layout: PackedGroups, x: Tensor) -> bool:
+def takes_tables(layout: PackedGroups | Bitmask, x: Tensor) -> bool:
     """Tell whether tables of these inputs (tokens, in) are the fastest for many tokens."""
     if layout != PackedGroups(2, 4) or x.dtype != torch.bfloat16 or x.shape[1] % TABLE_INPUTS:
         return False
@@ -116,52 +110,18 @@ def takes_tables(layout: PackedGroups, x: Tensor) -> bool:
     return kernels.STEP == kernels.WITH_AVX512 and not multiplies_tiles()
 
 
-def direct_tokens(layout: PackedGroups | Bitmask) -> Mapping[torch.dtype, float]:
-    """The tokens, by dtype, from which rows are not read packed."""
+def direct_tokens(layout: PackedGroups | Bitmask, dtype: torch.dtype) -> float:
+    """The number of tokens from which rows are not read packed."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return 0
     kernels = numba_kernels()
     if not kernels.STEP:
         return DIRECT_SCALAR
     if layout != PackedGroups(2, 4) or kernels.STEP == kernels.WITH_AVX2:
         return DIRECT
-    if multiplies_tiles():
-        return DIRECT_2_4_AMX
-    return DIRECT_2_4
-
-
-as_operator: Any = functools.partial(torch.library.custom_op, mutates_args=(), device_types="cpu")
-linear_groups = as_operator("hasslefree::linear_groups", groups_product)
-linear_mask = as_operator("hasslefree::linear_mask", mask_product)
-for operator in (linear_groups, linear_mask):
-    operator.register_fake(lambda x, values, index, *_: x.new_empty(x.shape[0], index.shape[0]))
-
-
-def _by_layout(
-    x: Tensor,
-    values: Tensor,
-    index: Tensor,
-    layout: PackedGroups | Bitmask,
-) -> Tensor:
-    """x Sᵀ from the packed rows for few tokens, and from unpacked ones otherwise. index:
-    contiguous.
-    """
-    values = values.contiguous()
-    if len(x) < direct_tokens(layout).get(x.dtype, 0):
-        return _direct(x, values, index, layout)
-    kernels = numba_kernels()
-    masks = masks_of(layout, index, x.shape[1])
-    starts = row_starts(masks, values.numel()).numpy()
-    stored = bits_of(values.view(-1))
-    rows_of_masks = masks.numpy()
-
-    def unpack(
-        start: int,
-        stop: int,
-        rows: Any,
-    ) -> None:
-        some = (starts[start:stop], rows_of_masks[start:stop])
-        kernels.unpack_by_masks(stored, *some, rows, kernels.STEP)
-
-    return _by_tiles(x, len(index), unpack)
+    if dtype == torch.float32:  # never unpacked
+        return math.inf
+    return DIRECT if multiplies_tiles() else DIRECT_2_4
 
 
 def _direct(
@@ -191,7 +151,7 @@ def _by_tables(
     threads = torch.get_num_threads()
     y = x.new_empty(tokens, out)
     remainder = tokens % llvm_pairs.TOKENS
-    if 0 < remainder < DIRECT_2_4[x.dtype]:
+    if 0 < remainder < DIRECT_2_4:
         tokens -= remainder
         y[tokens:] = _direct(x[tokens:], values, positions, PackedGroups(2, 4))
     missing = -tokens % llvm_pairs.TOKENS
@@ -207,28 +167,33 @@ def _by_tables(
 
 def _by_tiles(
     x: Tensor,
-    out: int,
-    unpack: Callable[[int, int, Any], None],
+    values: Tensor,
+    index: Tensor,
+    layout: PackedGroups | Bitmask,
 ) -> Tensor:
-    """x Sᵀ by torch, from some rows of S at a time.
-
-    Args:
-        x: (tokens, in).
-        out: the rows of S.
-        unpack: unpack(start, stop, rows) writes the bits of these rows of S into an array (stop −
-            start, in).
-    """
+    """x Sᵀ by torch, from some rows of S at a time, unpacked. values, index: contiguous."""
+    kernels = numba_kernels()
+    out = len(index)
     width = x.shape[1]
+    masks, starts = masks_of(layout, index, width, values.numel())
+    stored = bits_of(values.view(-1))
+    first_values = starts.numpy()
+    rows_of_masks = masks.numpy()
     row_bytes = max(1, width * x.itemsize)
     height = min(out, max(MIN_TILE_ROWS, TILE_BYTES // row_bytes))
     tile = workspace(height * width * x.itemsize).view(x.dtype).view(height, width)
     array = bits_of(tile)
+
+    def product_with(start: int, count: int) -> Tensor:
+        rows = slice(start, start + count)
+        some = (first_values[rows], rows_of_masks[rows])
+        kernels.unpack_by_masks(stored, *some, array[:count], kernels.STEP)
+        return linear(x, tile[:count])
+
     if height == out:
-        unpack(0, out, array)
-        return linear(x, tile)
+        return product_with(0, out)
     y = x.new_empty(len(x), out)
     for start in range(0, out, height):
         count = min(height, out - start)
-        unpack(start, start + count, array[:count])
-        y[:, start : start + count] = linear(x, tile[:count])
+        y[:, start : start + count] = product_with(start, count)
     return y

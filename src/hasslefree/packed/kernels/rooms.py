@@ -11,9 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hasslefree.core.products import linear
-from hasslefree.packed.kernels.arrays import workspace
-
 # Rows of a block of oneDNN's order.
 BLOCK = 64
 # oneDNN takes inputs by so many.
@@ -21,23 +18,6 @@ INPUTS = 32
 # oneDNN may choose its order by the number of tokens.
 TOKENS = 512
 _kept = threading.local()
-
-
-class PlainRoom:
-    """Rows of S as they are: (rows, in)."""
-
-    def __init__(self, rows: int, inputs: int):
-        self.shape = (rows, inputs)
-
-    @property
-    def values(self) -> Tensor:
-        """(rows, in), shared by all plain rooms of a thread."""
-        rows, inputs = self.shape
-        return workspace(2 * rows * inputs).view(torch.bfloat16).view(self.shape)
-
-    def product(self, x: Tensor) -> Tensor:
-        """x (tokens, in) → (tokens, rows)."""
-        return linear(x, self.values)
 
 
 class BlockedRoom:
@@ -56,22 +36,15 @@ class BlockedRoom:
         return product
 
 
-Room = PlainRoom | BlockedRoom
-
-
-def room_for(
-    rows: int,
-    inputs: int,
-    blocked: bool,
-) -> Room:
-    """This thread's room of a shape; a blocked one if wanted and if oneDNN's order is known."""
-    rooms = vars(_kept).setdefault("rooms", {})
-    key = (rows, inputs, blocked)
+def room_for(rows: int, inputs: int) -> BlockedRoom | None:
+    """This thread's room of a shape; None if oneDNN's order is not known."""
+    if not is_known_order(rows, inputs):
+        return None
+    rooms: dict[tuple[int, int], BlockedRoom] = vars(_kept).setdefault("rooms", {})
+    key = (rows, inputs)
     if key not in rooms:
-        is_blocked = blocked and is_known_order(rows, inputs)
-        rooms[key] = BlockedRoom(rows, inputs) if is_blocked else PlainRoom(rows, inputs)
-    room: Room = rooms[key]
-    return room
+        rooms[key] = BlockedRoom(rows, inputs)
+    return rooms[key]
 
 
 @cache
