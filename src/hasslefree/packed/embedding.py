@@ -11,8 +11,8 @@ from hasslefree.packed.spec import LayerSpec
 class PackedEmbedding(SparseLowRankLinear):
     """Look up rows of a matrix (vocabulary, hidden) that is stored as the S of a compressed layer.
 
-    Only the rows that are looked up are unpacked. `multiply` is the product of a compressed layer,
-    for a head that shares the matrix: both use one copy of the codes.
+    Only the rows that are looked up are unpacked. Floats are multiplied by the matrix, for a head
+    that shares it: both use one copy of the codes.
 
     The attribute `scale` is what the rows that are looked up are multiplied by, rounded to their
     dtype; Gemma's are scaled by the root of the width.
@@ -33,7 +33,14 @@ class PackedEmbedding(SparseLowRankLinear):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
-        check_rows(spec)
+        # Each row must be stored by itself, and zeros are packed along the rows.
+        grid = spec.grid
+        has_rows = grid is not None and (grid.offset or grid.symmetric)
+        if spec.pattern != "dense" or not has_rows or spec.rank:
+            raise GridError(
+                "an embedding is stored on a symmetric grid, or one with offsets, without L, and"
+                f" this is {spec.kind}, rank {spec.rank}"
+            )
         super().__init__(spec, bias, dtype, device)
         self.num_embeddings, self.embedding_dim = spec.shape
         self.scale = 1.0
@@ -44,22 +51,18 @@ class PackedEmbedding(SparseLowRankLinear):
         return super().weight.view(self.num_embeddings, -1)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids: (...) → (..., hidden). Floats are inputs of a head that shares the matrix, for
-        `multiply`: accelerate, which keeps the tensors of a module on a disk or on another device,
-        brings them for a call of `forward`.
+        """ids: (...) → (..., hidden). Floats are inputs of a head that shares the matrix, (...,
+        hidden) → (..., vocabulary): accelerate, which keeps the tensors of a module on a disk or on
+        another device, brings them for a call of `forward`.
         """
         if ids.is_floating_point():
-            return self.multiply(ids)
+            return super().forward(ids)
         if not ids.numel():
             return self.weight.new_empty(*ids.shape, self.embedding_dim)
         rows = self.rows(ids.flatten()).view(*ids.shape, self.embedding_dim)
         if self.scale == 1:
             return rows
         return rows * torch.tensor(self.scale).to(rows.dtype).item()
-
-    def multiply(self, x: Tensor) -> Tensor:
-        """x: (..., hidden) → (..., vocabulary)."""
-        return super().forward(x)
 
 
 class TiedHead(nn.Module):
@@ -96,16 +99,3 @@ class TiedHead(nn.Module):
         if self.bias is None:
             return y
         return y + self.bias
-
-
-def check_rows(spec: LayerSpec) -> None:
-    """Raise a GridError unless each row of a matrix is stored by itself: complete, on a grid whose
-    zeros are not packed along the rows, without L.
-    """
-    grid = spec.grid
-    if spec.pattern == "dense" and grid and (grid.offset or grid.symmetric) and not spec.rank:
-        return
-    raise GridError(
-        f"an embedding is stored on a symmetric grid, or one with offsets, without L, and this is"
-        f" {spec.kind}, rank {spec.rank}"
-    )

@@ -16,7 +16,7 @@ from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import MemoryShortError, ShapeError
 from hasslefree.packed.kernels import backends, ops
 from hasslefree.packed.kernels.factors import add_low_rank
-from hasslefree.packed.kernels.whole import CodesKernel, kernel_for
+from hasslefree.packed.kernels.whole import CodesKernel, NumbaKernel, kernel_for
 from hasslefree.packed.layouts import Columns
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.packed.storage import pack_sparse, unpack_codes
@@ -116,9 +116,7 @@ class SparseLowRankLinear(nn.Module):
         rank = result.low_rank.rank
         spec = LayerSpec(pattern, (out, width), rank, nonzeros, grid, factor_bits)
         layer = cls(spec, bias is not None, sparse.dtype, sparse.device)
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                getattr(layer, name).copy_(tensor)
+        layer.load_state_dict(tensors)
         return layer
 
     @property
@@ -180,33 +178,27 @@ class SparseLowRankLinear(nn.Module):
         """
         if self.unpacked_copy is not None:
             return self.unpacked_copy.index_select(0, selected)
-        assert self.spec.grid is not None
+        grid = self.spec.grid
+        assert grid is not None
         tensors: dict[str, Tensor] = {}
         with self.kernel.lock():
+            stored = self._buffers["weight_packed"]
+            if stored is None:  # the kernel has taken it
+                assert isinstance(self.kernel, CodesKernel)
+                assert self.kernel.prepared.operands is not None
+                codes = self.kernel.prepared.operands.codes_of_rows(selected)
+            elif grid.rate is not None:
+                codes = self.codes({"weight_packed": stored}).index_select(0, selected)
+            else:
+                words = stored.index_select(0, selected)
+                codes = unpack_codes(words, grid.bits, self.in_features)
             for name in self.spec.sparse_tensors():
-                stored = getattr(self, name)
-                if name == "weight_packed":
-                    codes = self._codes_of_rows(stored, selected)
-                elif name == "weight_input_scale":
-                    tensors[name] = stored
-                else:
-                    tensors[name] = stored.index_select(0, selected)
+                tensors[name] = getattr(self, name)
+                if name not in ("weight_packed", "weight_input_scale"):
+                    tensors[name] = tensors[name].index_select(0, selected)
         shape = (len(selected), self.in_features)
         spec = dataclasses.replace(self.spec, shape=shape, nonzeros=shape[0] * shape[1])
         return spec.values(codes, tensors)
-
-    def _codes_of_rows(self, stored: Tensor | None, selected: Tensor) -> Tensor:
-        """Codes of rows, uint8 (rows, in). stored: the codes of all; None if the kernel has taken
-        them.
-        """
-        grid = self.spec.grid
-        assert grid is not None
-        if stored is None:
-            assert isinstance(self.kernel, CodesKernel)
-            return self.kernel.codes_of_rows(selected)
-        if grid.rate is not None:
-            return self.codes({"weight_packed": stored}).index_select(0, selected)
-        return unpack_codes(stored.index_select(0, selected), grid.bits, self.in_features)
 
     def support(self) -> Tensor:
         """The positions of the stored values, which are in row-major order: (out, in) bool."""
@@ -231,7 +223,7 @@ class SparseLowRankLinear(nn.Module):
     @property
     def stored_bytes(self) -> int:
         """Bytes of S and the factors on disk."""
-        return sum(t.nbytes for name, t in self.state_dict().items() if name != "bias")
+        return self.spec.bytes(self.weight.dtype)
 
     @property
     def held_bytes(self) -> int:
@@ -297,8 +289,15 @@ class SparseLowRankLinear(nn.Module):
             backends.choose(self.case(), backend)
         self.unpacked_copy = None
         if backend == "unpacked":
-            with torch.no_grad(), remedy_for_copies(self.spec.shape):
-                self.unpacked_copy = self.unpacked()
+            try:
+                with torch.no_grad():
+                    self.unpacked_copy = self.unpacked()
+            except torch.OutOfMemoryError:
+                raise MemoryShortError(
+                    "not enough GPU memory for a second copy of a sparse matrix of shape"
+                    f" {self.spec.shape}; call"
+                    ' hasslefree.use_backend(model, "dense"), which keeps no copy but is slower'
+                ) from None
         with self.kernel.lock():
             self.kernel.release(self)
             self.backend = backend
@@ -365,20 +364,6 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-@contextmanager
-def remedy_for_copies(shape: tuple[int, int]) -> Iterator[None]:
-    """Turn an out-of-memory error for a second copy of S, of this shape, into a MemoryShortError
-    with a remedy.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise MemoryShortError(
-            f"not enough GPU memory for a second copy of a sparse matrix of shape {shape}; call "
-            'hasslefree.use_backend(model, "dense"), which keeps no copy but is slower'
-        ) from None
-
-
 def compressed_layers(model: nn.Module) -> dict[str, SparseLowRankLinear]:
     """The compressed layers of a model by their full name."""
     layers = {}
@@ -394,9 +379,7 @@ def layers_without_numba(model: nn.Module) -> list[str]:
         return []
     names = []
     for name, layer in compressed_layers(model).items():
-        case = layer.case()
-        has_kernel = case.grid is None and not isinstance(case.layout, Columns)
-        if case.device == "cpu" and has_kernel:
+        if layer.weight.is_cpu and isinstance(layer.kernel, NumbaKernel):
             names.append(name)
     return names
 

@@ -27,6 +27,8 @@ from hasslefree.packed.spec import LayerSpec
 if TYPE_CHECKING:
     from hasslefree.packed.linear import SparseLowRankLinear
 
+# The codes and scales of an S on a grid, as a backend multiplies by them.
+Operands = Int4 | Int8 | ByteCodes
 logger = logging.getLogger(__name__)
 # Entries of u and v that one thread multiplies faster than torch starts several.
 MAX_FACTORS = 1 << 19
@@ -135,20 +137,16 @@ def prepare(layer: "SparseLowRankLinear", key: tuple[tuple[int, int], ...]) -> P
     """Make the arrays of a layer whose tensors have this key; none if a tensor is not contiguous in
     the memory of the CPU.
     """
-    tensors = []
-    for tensor in (*layer._parameters.values(), *layer._buffers.values()):
-        if tensor is not None:
-            if not tensor.is_cpu or not tensor.is_contiguous():
-                return Prepared(key, (), None)
-            tensors.append(tensor.detach())
+    tensors = tensors_of(layer)
+    if not all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
+        return Prepared(key, (), None)
     layout = layer.spec.layout
     assert not isinstance(layout, Columns)
     stored = (layout, layer.in_features, layer.values, layer.index)
     if layer.spec.factor_bits is None:
         plain = (layer.low_rank_u, layer.low_rank_v, layer.bias)
-        return Prepared(key, tuple(tensors), LayerArrays(*stored, *plain))
-    factors = factor_arrays(layer) if multiplies_few(layer) else None
-    return Prepared(key, tuple(tensors), LayerArrays(*stored), factors)
+        return Prepared(key, tensors, LayerArrays(*stored, *plain))
+    return Prepared(key, tensors, LayerArrays(*stored), factor_arrays(layer))
 
 
 @dataclass(frozen=True)
@@ -161,14 +159,13 @@ class PreparedCodes:
             of them.
         operands: the codes and scales; None if another backend multiplies.
         index: of these codes, even if the layer gets another.
-        factors: L and the bias for a few tokens on a CPU; None without both, or if `takes_few` is
-            false.
+        factors: L and the bias, if one thread multiplies them for a few tokens on a CPU.
         takes_few: a few tokens on a CPU need none of torch's products with L.
     """
 
     key: tuple[tuple[int, int], ...]
     tensors: tuple[Tensor, ...]
-    operands: Int4 | Int8 | ByteCodes | None = None
+    operands: Operands | None = None
     index: Tensor | None = None
     factors: FactorArrays | None = None
     takes_few: bool = False
@@ -220,32 +217,23 @@ class CodesKernel(Kernel):
         operands = prepared.operands
         if operands is None or operands.codes.device != x.device:
             return None
-        scaled = with_input_scale(layer, flat)
+        input_scale = layer._parameters.get("weight_input_scale")
+        scaled = flat if input_scale is None else flat * input_scale
+        shape = (*x.shape[:-1], layer.out_features)
         if prepared.takes_few and not traced and takes_few(x):
             y = operands.few_product(scaled)
             if prepared.factors is not None:
                 prepared.factors.add(flat.contiguous(), y)
-        else:
-            y = self._flat_product(operands, layer, flat, scaled)
-        return y.view(*x.shape[:-1], layer.out_features)
-
-    def _flat_product(
-        self,
-        operands: Int4 | Int8 | ByteCodes,
-        layer: "SparseLowRankLinear",
-        x: Tensor,
-        scaled: Tensor,
-    ) -> Tensor:
-        """x, and what S is multiplied by: (tokens, in) → (tokens, out)."""
+            return y.view(shape)
         u, v = layer.factors() or (None, None)
-        if scaled is x:
-            y = operands.product(x, u, v)
+        if input_scale is None:
+            y = operands.product(flat, u, v)
         else:
-            y = add_low_rank(operands.product(scaled), x, u, v)
+            y = add_low_rank(operands.product(scaled), flat, u, v)
         bias = layer._parameters["bias"]
         if bias is not None:
             y.add_(bias)
-        return y
+        return y.view(shape)
 
     def _prepare(self, layer: "SparseLowRankLinear") -> PreparedCodes:
         """Take the codes of the layer, if this is its backend and no other thread has done so."""
@@ -270,7 +258,7 @@ class CodesKernel(Kernel):
         codes = layer.codes(tensors)
         layer.decoded = None
         scale, low = spec.scale_and_low(codes, tensors, rounded=backend == "int4")
-        operands: Int4 | Int8 | ByteCodes
+        operands: Operands
         if backend == "int4":
             operands = Int4.of(codes, spec.grid.bits, scale, low)
         elif backend == "int8":
@@ -283,18 +271,10 @@ class CodesKernel(Kernel):
         if scale.is_cpu:
             for tensor in tensors.values():
                 arrays.give_up_pages(tensor)
-            is_few = multiplies_few(layer)
-            if is_few:
-                factors = factor_arrays(layer)
+            factors = factor_arrays(layer)
+            is_few = factors is not None or (layer.low_rank_u is None and layer.bias is None)
         left = tensors_of(layer)
         return PreparedCodes(key_of(layer), left, operands, layer.index, factors, is_few)
-
-    def codes_of_rows(self, selected: Tensor) -> Tensor:
-        """Codes of rows of the buffer `weight_packed` that the kernel has taken: indices (rows,) →
-        uint8 (rows, in).
-        """
-        assert self.prepared.operands is not None
-        return self.prepared.operands.codes_of_rows(selected)
 
     def release(self, layer: "SparseLowRankLinear") -> None:
         prepared = self.prepared
@@ -307,27 +287,15 @@ class CodesKernel(Kernel):
         self.prepared = NO_CODES
 
 
-def with_input_scale(layer: "SparseLowRankLinear", x: Tensor) -> Tensor:
-    """x (tokens, in) times the scales of inputs, on an entropy-coded grid; x itself on others."""
-    scale = layer._parameters.get("weight_input_scale")
-    return x if scale is None else x * scale
-
-
-def multiplies_few(layer: "SparseLowRankLinear") -> bool:
-    """Tell whether Numba multiplies a few tokens by L and the bias of a layer, if it has any."""
-    u = layer.low_rank_u
-    v = layer.low_rank_v
-    if u is None or v is None:
-        return layer.bias is None
-    is_few = u.numel() + v.numel() <= MAX_FACTORS
-    return arrays.HAS_NUMBA and is_few and layer.weight.dtype == torch.bfloat16
-
-
 def factor_arrays(layer: "SparseLowRankLinear") -> FactorArrays | None:
-    """L and the bias of a layer as arrays; None without L."""
+    """L and the bias of a layer as arrays; None without L, or if torch multiplies a few tokens by L
+    faster than one thread of Numba.
+    """
     u = layer.low_rank_u
     v = layer.low_rank_v
-    if u is None or v is None:
+    if not arrays.HAS_NUMBA or u is None or v is None:
+        return None
+    if u.numel() + v.numel() > MAX_FACTORS or layer.weight.dtype != torch.bfloat16:
         return None
     u_scale = layer._parameters.get("low_rank_u_scale")
     v_scale = layer._parameters.get("low_rank_v_scale")
