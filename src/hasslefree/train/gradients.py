@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from hasslefree.models.activations import Activations
 from hasslefree.models.calls import BlockCall, hooks
 from hasslefree.models.precision import computing
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
+from hasslefree.train.optimizer import BlockOptimizer
 
 # The least D of an input, over that of all inputs of the layer.
 LEAST_SCALE = 1e-3
@@ -54,38 +56,38 @@ class Divergence(torch.autograd.Function):
         return None, gradient * outer[0].to(gradient.dtype)
 
 
-class BlockGraph:
-    """A block with its inputs, from the forward pass to the backward pass of a training step.
+@dataclass
+class TrainedBlock:
+    """A block, and its inputs from the forward pass to the backward pass of a training step.
 
     Args:
-        inputs: (segments, tokens, width).
+        call: how the model calls the block.
+        optimizer: of what is trained of the block.
+        inputs, outputs: (segments, tokens, width); None outside a step. The outputs hold the
+            activations of the block.
     """
 
-    def __init__(
-        self,
-        block: nn.Module,
-        call: BlockCall,
-        inputs: Tensor,
-    ):
-        self.block = block
-        self.call = call
-        self.inputs = inputs.detach()
-        self.outputs: Tensor | None = None
-        self.computing = ExitStack()
+    block: nn.Module
+    call: BlockCall
+    optimizer: BlockOptimizer
+    inputs: Tensor | None = None
+    outputs: Tensor | None = None
+    computing: ExitStack = field(default_factory=ExitStack)
 
-    def checkpoint(self) -> Tensor:
+    def run(self, inputs: Tensor) -> Tensor:
         """The outputs of the block, (segments, tokens, width), without its activations."""
         with computing(self.block), torch.no_grad():
-            return self.call.run(self.block, self.inputs)
+            return self.call.run(self.block, inputs)
 
-    def forward(self) -> Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         """The outputs of the block, (segments, tokens, width); its activations are kept.
 
         The block is `computing` until `close`.
         """
+        self.inputs = inputs.detach().requires_grad_()
         self.computing.enter_context(computing(self.block, unpack=False))
         with torch.enable_grad(), merged(self.block):
-            self.outputs = self.call.run(self.block, self.inputs.requires_grad_())
+            self.outputs = self.call.run(self.block, self.inputs)
         return self.outputs.detach()
 
     def backward(self, gradients: Tensor) -> Tensor:
@@ -94,8 +96,9 @@ class BlockGraph:
         Args:
             gradients: with respect to the outputs. Both (segments, tokens, width).
         """
+        assert self.inputs is not None
         if self.outputs is None:
-            self.forward()
+            self.forward(self.inputs)
         assert self.outputs is not None
         self.outputs.backward(gradients)
         self.outputs = None
@@ -104,7 +107,8 @@ class BlockGraph:
         return self.inputs.grad
 
     def close(self) -> None:
-        """Free the activations, and let the block compute as before."""
+        """Free the inputs and the activations, and let the block compute as before."""
+        self.inputs = None
         self.outputs = None
         self.computing.close()
 
@@ -140,17 +144,11 @@ def merged(block: nn.Module) -> Iterator[None]:
     layers = [layer for layer in compressed_layers(block).values() if layer.weight.requires_grad]
     try:
         for layer in layers:
-            layer.merged_weight = merged_weight(layer)
+            layer.merged_weight = layer.unpacked()
+            factors = layer.factors()
+            if factors is not None:
+                layer.merged_weight = torch.addmm(layer.merged_weight, *factors)
         yield
     finally:
         for layer in layers:
             layer.merged_weight = None
-
-
-def merged_weight(layer: SparseLowRankLinear) -> Tensor:
-    """S + u v: (out, in)."""
-    sparse = layer.unpacked()
-    factors = layer.factors()
-    if factors is None:
-        return sparse
-    return torch.addmm(sparse, *factors)

@@ -20,7 +20,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import cycle
 
@@ -32,14 +32,13 @@ from hasslefree.checkpoint.record import PredictionRecord
 from hasslefree.distributed import ALONE, World
 from hasslefree.errors import NonFiniteError, option
 from hasslefree.models.calibrate import BATCH, run_block, with_batching
-from hasslefree.models.calls import BlockCall
 from hasslefree.models.precision import computing, only_trained
 from hasslefree.models.probe import logits_of
 from hasslefree.models.walk import Walk
 from hasslefree.packed.linear import compressed_layers
 from hasslefree.planning.schedule import Training
 from hasslefree.progress import PREDICTIONS, REFERENCE
-from hasslefree.train.gradients import BlockGraph, Divergence, input_scales
+from hasslefree.train.gradients import Divergence, TrainedBlock, input_scales
 from hasslefree.train.optimizer import BlockOptimizer, norms
 from hasslefree.train.reference import Reference
 
@@ -140,11 +139,7 @@ class Trainer:
     optimizer_device: torch.device | None = None
     keep_graphs: bool = False
     deadline: float | None = None
-    calls: list[BlockCall] = field(default_factory=list, init=False)
-    optimizers: list[BlockOptimizer] = field(default_factory=list, init=False)
-
-    def __post_init__(self) -> None:
-        self.blocks = self.walk.blocks.modules
+    trained: list[TrainedBlock] = field(default_factory=list, init=False)
 
     def train(self, restore: Callable[[], None]) -> PredictionRecord:
         """Train, with a lower learning rate if the first validation is much worse than none.
@@ -157,7 +152,7 @@ class Trainer:
         """
         phases = self.walk.phases
         if self.deadline is None:
-            length = len(self.mini_batches()) * self.reference.passes
+            length = len(self.mini_batches())
             unit = "steps"
         else:
             length = max(round(self.deadline - time.perf_counter()), 1)
@@ -184,32 +179,30 @@ class Trainer:
 
     def open(self, learning_rate: float) -> None:
         """Make the optimizers of the blocks, and train with this rate at its peak."""
+        blocks = self.walk.blocks.modules
         hidden = self.walk.entering(self.reference.segments[:MEASURED])
         # A weight of several blocks cannot change while the graph of one of them still needs it.
-        uses = Counter(id(weight) for block in self.blocks for weight in norms(block))
+        uses = Counter(id(weight) for block in blocks for weight in norms(block))
         shared = {key for key, count in uses.items() if count > 1}
-        for block, call in zip(self.blocks, self.walk.calls, strict=True):
+        for block, call in zip(blocks, self.walk.calls, strict=True):
             call = with_batching(block, call, hidden)
             scales = input_scales(block, call, hidden, self.world)
-            self.calls.append(call)
-            self.optimizers.append(
-                BlockOptimizer(
-                    block, scales, learning_rate, self.world, self.optimizer_device, shared
-                )
+            optimizer = BlockOptimizer(
+                block, scales, learning_rate, self.world, self.optimizer_device, shared
             )
+            self.trained.append(TrainedBlock(block, call, optimizer))
             run_block(block, call, hidden)
 
     def close(self) -> None:
         """Free the optimizers, the largest arrays of all, and let coded factors be read from their
         codes again.
         """
-        self.calls.clear()
-        self.optimizers.clear()
-        for block in self.blocks:
-            for layer in compressed_layers(block).values():
+        for trained in self.trained:
+            for layer in compressed_layers(trained.block).values():
                 layer.wide_factors.clear()
+        self.trained.clear()
 
-    def attempt(self, last: bool, reached: Callable[[int], None] = lambda done: None) -> Attempt:
+    def attempt(self, last: bool, reached: Callable[[int], None]) -> Attempt:
         """Train on the passes over the segments, or until the deadline.
 
         Args:
@@ -226,9 +219,9 @@ class Trainer:
                 f"({option('dtype', 'float32')})"
             )
         with ExitStack() as opened:
-            for block, optimizer in zip(self.blocks, self.optimizers, strict=True):
-                leaves = [variable.leaf for variable in optimizer.variables]
-                opened.enter_context(only_trained(block, leaves))
+            for trained in self.trained:
+                leaves = [variable.leaf for variable in trained.optimizer.variables]
+                opened.enter_context(only_trained(trained.block, leaves))
             validated = 0
             for batch in self.batches():
                 # The rate is zero one step after the last. How long the first takes is not known.
@@ -253,16 +246,16 @@ class Trainer:
         return attempt
 
     def mini_batches(self) -> list[range]:
-        """The global indices of the segments of each step of a pass."""
+        """The global indices of the segments of each step of all passes."""
         training = self.reference.training
         size = self.settings.tokens(self.reference.seqlen) // self.reference.seqlen
-        return [training[first : first + size] for first in range(0, len(training), size)]
+        batches = [training[first : first + size] for first in range(0, len(training), size)]
+        return batches * self.reference.passes
 
     def batches(self) -> Iterator[Batch]:
         """The mini-batches, counted in steps without a deadline, and in seconds with one."""
         batches = self.mini_batches()
         if self.deadline is None:
-            batches *= self.reference.passes
             for step, segments in enumerate(batches, 1):
                 yield Batch(segments, step, len(batches))
             return
@@ -284,23 +277,23 @@ class Trainer:
             rate: share of the peak learning rate.
         """
         if not segments:
-            for optimizer in reversed(self.optimizers):
-                optimizer.update(rate)
+            for trained in reversed(self.trained):
+                trained.optimizer.update(rate)
             return
-        graphs: list[BlockGraph] = []
         with ExitStack() as opened:
             states = self.entering(segments)
-            for block, call in zip(self.blocks, self.calls, strict=True):
-                graph = BlockGraph(block, call, states)
-                opened.callback(graph.close)
-                graphs.append(graph)
-                states = graph.forward() if self.keep_graphs else graph.checkpoint()
+            for trained in self.trained:
+                opened.callback(trained.close)
+                if self.keep_graphs:
+                    states = trained.forward(states)
+                else:
+                    trained.inputs = states
+                    states = trained.run(states)
             gradients = self.loss_gradients(segments, states)
-            for optimizer in reversed(self.optimizers):
-                graph = graphs.pop()
-                gradients = graph.backward(gradients)
-                optimizer.update(rate)
-                graph.close()
+            for trained in reversed(self.trained):
+                gradients = trained.backward(gradients)
+                trained.optimizer.update(rate)
+                trained.close()
 
     def entering(self, segments: Sequence[int]) -> Tensor:
         """The inputs of the first block: (segments, tokens, width)."""
@@ -314,49 +307,39 @@ class Trainer:
             states: outputs of the last block. Both (segments, tokens, width).
         """
         gradients: list[Tensor] = []
-        with self.head():
+        with self.head(dense=True), torch.enable_grad():
             for row, segment in enumerate(segments):
-                target = self.target(segment)
                 leaf = states[[row]].detach().requires_grad_()
-                with self.rounded_head(), torch.enable_grad():
-                    divergence = self.divergence(segment, target, leaf)
+                with self.divergence(segment, leaf) as divergence:
                     gradients += torch.autograd.grad(divergence, leaf)
         return torch.cat(gradients)
 
-    def target(self, segment: int) -> Tensor:
-        """The logits (tokens, vocabulary) of the dense model for a segment; within `head`."""
-        with torch.no_grad():
-            return self.logits(self.reference.segments[segment], self.reference.states[segment])
-
-    def divergence(self, segment: int, target: Tensor, states: Tensor) -> Tensor:
-        """KL(dense ‖ compressed), summed over the tokens of one segment, in nats; within
-        `rounded_head`.
+    @contextmanager
+    def divergence(self, segment: int, states: Tensor) -> Iterator[Tensor]:
+        """KL(dense ‖ compressed), summed over the tokens of one segment, in nats. Its gradient must
+        be computed in this context, which is within the `head` of the dense model.
 
         Args:
             segment: local index.
-            target: logits of the dense model.
             states: outputs of the last block, (1, tokens, width).
         """
-        logits = self.logits(self.reference.segments[segment], states)
-        total: Tensor = Divergence.apply(target, logits)
-        return total
+        ids = self.reference.segments[segment]
+        with torch.no_grad():
+            target = self.logits(ids, self.reference.states[segment])
+        # Without rounded values the compressed model has the same head.
+        with self.head(dense=False) if self.walk.rounded else nullcontext():
+            yield Divergence.apply(target, self.logits(ids, states))
 
     def logits(self, ids: Tensor, states: Tensor) -> Tensor:
         """The logits (tokens, vocabulary) for outputs of the last block, (1, tokens, width)."""
         return logits_of(self.walk.model, self.walk.blocks, self.walk.calls, ids, states)
 
     @contextmanager
-    def head(self, dense: bool = True) -> Iterator[None]:
+    def head(self, dense: bool) -> Iterator[None]:
         """Let the output head of the dense or of the compressed model run."""
         walk = self.walk
         with walk.outside(dense), computing(walk.model, walk.outer(), unpack=False):
             yield
-
-    def rounded_head(self) -> AbstractContextManager[None]:
-        """Let the output head of the compressed model run; within `head`."""
-        if self.walk.rounded:
-            return self.head(dense=False)
-        return nullcontext()
 
     def validate(self) -> float:
         """The mean divergence of a token over the validation segments of all processes, in nats."""
@@ -366,15 +349,12 @@ class Trainer:
         for first in range(0, len(local), size):
             segments = local[first : first + size]
             states = self.entering(segments)
-            for block, call in zip(self.blocks, self.calls, strict=True):
-                states = BlockGraph(block, call, states).checkpoint()
-            with self.head(), torch.no_grad():
+            for trained in self.trained:
+                states = trained.run(states)
+            with self.head(dense=True), torch.no_grad():
                 for row, segment in enumerate(segments):
-                    target = self.target(segment)
-                    with self.rounded_head():
-                        total += self.divergence(segment, target, states[[row]]).item()
+                    with self.divergence(segment, states[[row]]) as divergence:
+                        total += divergence.item()
         tokens = len(self.reference.validation) * self.reference.seqlen
         mean = self.world.total(total, self.reference.segments.device) / tokens
-        if mean < 0:  # a divergence of nearly nothing, rounded
-            return 0.0
-        return mean
+        return max(mean, 0.0)  # a divergence of nearly nothing may be rounded below zero
