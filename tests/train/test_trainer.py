@@ -373,7 +373,7 @@ def test_rows_of_zeros_have_no_say_in_the_learning_rate(scale_bits):
         found = hasslefree.decompose(matrix, None, "dense", 0, method=method)
         layer = SparseLowRankLinear.from_decomposition(found, None, "dense")
         before = layer.weight_scale.detach().clone()
-        trained = BlockOptimizer(torch.nn.Sequential(layer), {}, 1e-3)
+        trained = BlockOptimizer(torch.nn.Sequential(layer), {layer: torch.ones(64)}, 1e-3)
         for variable in trained.variables:
             variable.leaf.grad = torch.ones_like(variable.leaf)
         trained.update(1.0)
@@ -389,7 +389,7 @@ def test_masters_gather_steps_that_bfloat16_would_lose():
     """Oracle: the sum of the steps. Adam's step is the rate for a constant gradient, here 2⁻¹⁰ of each value."""
     decomposition = hasslefree.decompose(torch.ones(4, 8), None, "2:4", 0, method="magnitude")
     layer = SparseLowRankLinear.from_decomposition(decomposition, None, "2:4").to(torch.bfloat16)
-    masters = BlockOptimizer(torch.nn.Sequential(layer), {}, 2.0**-10)
+    masters = BlockOptimizer(torch.nn.Sequential(layer), {layer: torch.ones(8)}, 2.0**-10)
     for _ in range(64):
         layer.values.grad = torch.ones_like(layer.values)
         masters.update(1.0)

@@ -30,7 +30,7 @@ from hasslefree.core.grids import Grid
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.scales import with_half_steps
 from hasslefree.distributed import ALONE, World
-from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
+from hasslefree.packed.linear import SparseLowRankLinear
 
 # Gradients differ widely in size.
 EPSILON = 1e-12
@@ -75,7 +75,7 @@ class BlockOptimizer:
     """Adam on float32 masters of what is trained of a block.
 
     Args:
-        scales: D of each compressed layer.
+        scales: D of each compressed layer in the block.
         learning_rate: at its peak, times the root mean square of each tensor.
         world: the processes whose gradients are added.
         device: of the masters, where Adam runs; None for that of the block.
@@ -97,7 +97,8 @@ class BlockOptimizer:
         for variable in self.variables:
             variable.master = variable.master.to(device)
             variable.unit = variable.unit.to(device)
-            typical = rms((variable.scale or variable).master)
+            master = (variable.scale or variable).master
+            typical = master.square().mean().sqrt().item()  # an offset moves as its scale does
             groups.append({"params": [variable.master], "peak": learning_rate * typical})
         self.optimizer: torch.optim.Adam | None = None
         if groups:  # a block may have been left dense
@@ -138,16 +139,17 @@ class BlockOptimizer:
 
 
 def variables_of(
-    block: nn.Module, scales: Mapping[SparseLowRankLinear, Tensor], fixed: Container[int] = ()
+    block: nn.Module, scales: Mapping[SparseLowRankLinear, Tensor], fixed: Container[int]
 ) -> Iterator[Variable]:
-    """What is trained of a block. scales: D of its layers; 1 for a layer that is not among them."""
-    for layer in compressed_layers(block).values():
-        scale = scales.get(layer, torch.ones(layer.in_features, device=layer.weight.device))
+    """What is trained of a block; nothing without compressed layers. Arguments as for
+    `BlockOptimizer`.
+    """
+    for layer, scale in scales.items():
         yield from variables_of_sparse(layer, scale)
         yield from variables_of_factors(layer, scale)
         if layer.bias is not None:
             yield plain(layer.bias)
-    if not compressed_layers(block):
+    if not scales:
         return
     for weight in norms(block):
         if id(weight) not in fixed:
@@ -279,8 +281,3 @@ def norms(block: nn.Module) -> Iterator[nn.Parameter]:
             and weight.ndim == 1
         ):
             yield weight
-
-
-def rms(tensor: Tensor) -> float:
-    """The root mean square of the entries."""
-    return tensor.square().mean().sqrt().item()
