@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hasslefree.errors import ModelError
-from hasslefree.models.extra_inputs import ExtraInputs
+from hasslefree.models.extra_inputs import ExtraInputs, made_by_block
 
 
 class Stop(Exception):  # noqa: N818 (not an error: it ends a forward pass early)
@@ -65,8 +65,10 @@ class BlockCall:
         positional = [value for key, value in arguments.items() if isinstance(key, int)]
         named = {key: value for key, value in arguments.items() if isinstance(key, str)}
         output, others = split_output(block(self.as_called(states), *positional, **named))
-        after = self.as_rows(output).to(states.dtype)
-        return self.extra.after(states, after, others, arguments)
+        hidden = self.as_rows(output).to(states.dtype)
+        if not self.extra.columns:
+            return hidden
+        return self.extra.after(states, hidden, made_by_block(arguments, others))
 
     def as_called(self, states: Tensor) -> Tensor:
         """The hidden states as the block takes them."""

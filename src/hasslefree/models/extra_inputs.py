@@ -32,15 +32,13 @@ class BlockTrace:
 
     Args:
         name: of the block.
-        before: its arguments without the hidden states.
-        after: the same arguments after the call: a block may write into them.
-        outputs: what it returns after the hidden states.
+        given: the tensors in its arguments before the call, without the hidden states.
+        made: the tensors that it may have made, as `made_by_block` returns them.
     """
 
     name: str
-    before: Arguments
-    after: Arguments
-    outputs: Sequence[Any]
+    given: Mapping[Path, Tensor]
+    made: Mapping[Key, Tensor]
 
 
 @dataclass(frozen=True)
@@ -136,20 +134,14 @@ class ExtraInputs:
 
         return rebuilt(template, put)
 
-    def after(
-        self, states: Tensor, hidden: Tensor, outputs: Sequence[Any], arguments: Arguments
-    ) -> Tensor:
+    def after(self, states: Tensor, hidden: Tensor, made: Mapping[Key, Tensor]) -> Tensor:
         """The states after the block.
 
         Args:
             states: before the block, (segments, tokens, width with columns).
             hidden: the hidden states that the block returns, (segments, tokens, width).
-            outputs: its further outputs.
-            arguments: its arguments after the call.
+            made: the tensors that it may have made, as `made_by_block` returns them.
         """
-        if not self.columns:
-            return hidden
-        made = made_by_block(arguments, outputs)
         parts = [hidden]
         for key, column in self.columns.items():
             if key in self.makes:
@@ -188,11 +180,7 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
             yield from leaves(item, (*path, index))
 
 
-def rebuilt(
-    value: Any,
-    put: Callable[[Path, Any], Any] = lambda path, leaf: leaf,
-    path: Path = (),
-) -> Any:
+def rebuilt(value: Any, put: Callable[[Path, Any], Any], path: Path = ()) -> Any:
     """Copy nested containers, with `put(path, leaf)` in the place of each leaf."""
     if isinstance(value, MutableMapping):
         copied = copy.copy(value)
@@ -203,46 +191,6 @@ def rebuilt(
         items = [rebuilt(item, put, (*path, index)) for index, item in enumerate(value)]
         return type(value)(items)
     return put(path, value)
-
-
-@dataclass
-class ColumnFinder:
-    """Assigns columns to the tensors that blocks read, while it follows a pass.
-
-    Args:
-        width: of the hidden states, in front of the columns.
-        tokens: of the segment.
-        columns: those that were assigned.
-        keys: the last key of each tensor that depends on the text and that blocks made or read so
-            far, by its identity; the traces keep the tensors alive.
-    """
-
-    width: int
-    tokens: int
-    columns: dict[Key, Column] = field(default_factory=dict)
-    keys: dict[int, Key] = field(default_factory=dict)
-
-    def read(self, value: Tensor, depends: bool) -> Key | None:
-        """The key of the column of an argument; None if the argument is the same for every text, or
-        has no axis of tokens.
-
-        depends: the argument depends on the text.
-        """
-        key = self.keys.get(id(value))
-        if key is None:
-            if not depends:
-                return None
-            key = ("text", len(self.keys))
-            self.keys[id(value)] = key
-        if key not in self.columns:
-            end = self.width + sum(column.size for column in self.columns.values())
-            column = Column.of(value, self.tokens, end)
-            if column is None:
-                return None
-            self.columns[key] = column
-        if self.columns[key].shape == tuple(value.shape[1:]):
-            return key
-        return None
 
 
 def learn(
@@ -261,26 +209,36 @@ def learn(
     Raises:
         ModelError: an argument depends on the text and has no axis of tokens.
     """
-    finder = ColumnFinder(width, tokens)
+    columns: dict[Key, Column] = {}
+    # The last key of each tensor that depends on the text and that blocks made or read so far, by
+    # its identity; the traces keep the tensors alive.
+    keys: dict[int, Key] = {}
     extras = []
     for one, other in zip(first, second, strict=True):
         reads = {}
-        given = dict(leaves(one.before))
-        changed = dict(leaves(other.before))
-        for path, value in given.items():
-            depends = not same(value, changed.get(path))
-            key = finder.read(value, depends)
-            if key is not None:
+        for path, value in one.given.items():
+            depends = not same(value, other.given.get(path))
+            if depends:
+                keys.setdefault(id(value), ("text", len(keys)))
+            key = keys.get(id(value))
+            if key is None:  # the same for every text
+                continue
+            if key not in columns:
+                end = width + sum(column.size for column in columns.values())
+                column = Column.of(value, tokens, end)
+                if column is not None:
+                    columns[key] = column
+            if key in columns and columns[key].shape == tuple(value.shape[1:]):
                 reads[path] = key
             elif depends:
                 raise depends_on_text(one.name, path)
         makes = set()
-        for key, value in made_by_block(one.after, one.outputs).items():
-            is_given = any(value is tensor for tensor in given.values())
+        for key, value in one.made.items():
+            is_given = any(value is tensor for tensor in one.given.values())
             if key[0] == "output" or not is_given:
                 makes.add(key)
-                finder.keys[id(value)] = key
-        extras.append(ExtraInputs(width, finder.columns, reads, frozenset(makes)))
+                keys[id(value)] = key
+        extras.append(ExtraInputs(width, columns, reads, frozenset(makes)))
     return extras
 
 

@@ -2,7 +2,7 @@
 outside them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -11,14 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from hasslefree.core.gram import working_dtype
 from hasslefree.errors import ModelError, NonFiniteError, option
 from hasslefree.models.blocks import Blocks
-from hasslefree.models.calls import BlockCall, Stop, hooks, replaced, split_call, split_output
-from hasslefree.models.extra_inputs import BlockTrace, depends_on_text, learn, leaves, rebuilt, same
+from hasslefree.models.calls import BlockCall, Stop, replaced, split_call, split_output
+from hasslefree.models.extra_inputs import (
+    BlockTrace,
+    depends_on_text,
+    learn,
+    leaves,
+    made_by_block,
+    same,
+)
 from hasslefree.models.weights import Weights, outside
 
 # Options of a configuration for further outputs, which would have to come from the blocks.
@@ -56,12 +62,10 @@ class Probe:
         self.advance = advance
         self.calls: list[BlockCall] = []
         self.traces: list[BlockTrace] = []
-        # Holds the weights of the block that runs.
-        self.block_in_memory = ExitStack()
-        outer = weights.present(outside(model, blocks))
-        with hooks(self.handles()), self.block_in_memory, outer, torch.no_grad(), suppress(Stop):
-            model(input_ids=segment, use_cache=False)
-        if not self.calls or len(self.calls) != len(blocks.modules):
+        self.forwards = [block.forward for block in blocks.modules]
+        with weights.present(outside(model, blocks)), torch.no_grad(), suppress(Stop):
+            run_with(model, blocks, segment, self.forward)
+        if len(self.calls) != len(blocks.modules):
             raise ModelError(
                 f"{type(model).__name__} is not supported: it calls blocks {len(self.calls)} times"
                 f" in a forward pass, and has {len(blocks.modules)} of them in {blocks.name}; each"
@@ -73,44 +77,24 @@ class Probe:
         """The hidden states after the last block: (1, tokens, width)."""
         return self.calls[-1].as_rows(self.output)
 
-    def handles(self) -> Iterator[RemovableHandle]:
-        for index, block in enumerate(self.blocks.modules):
-            yield block.register_forward_pre_hook(partial(self.enter, index), with_kwargs=True)
-            yield block.register_forward_hook(partial(self.leave, index))
-
-    def enter(
-        self,
-        index: int,
-        module: nn.Module,
-        args: Any,
-        kwargs: Any,
-    ) -> None:
-        part = self.weights.present(module.modules, self.blocks.part(index + 1))
-        self.block_in_memory.enter_context(part)
-        states, call = split_call(args, kwargs)
-        if self.calls and not torch.equal(self.output.to(states), states):
-            raise ModelError(
-                "this model is not supported: it changes the hidden states between its blocks"
-                f" (before {self.blocks.prefix(index)})"
-            )
-        self.calls.append(call)
-        self.before = rebuilt(call.arguments)
-        self.inspect(index)
-
-    def leave(
-        self,
-        index: int,
-        module: nn.Module,
-        args: Any,
-        output: Any,
-    ) -> None:
-        self.block_in_memory.close()
+    def forward(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        """Run a block, and record its call and its output."""
+        name = self.blocks.prefix(index)
+        part = self.blocks.modules[index].modules
+        with self.weights.present(part, self.blocks.part(index + 1)):
+            states, call = split_call(args, kwargs)
+            if self.calls and not torch.equal(self.output.to(states), states):
+                raise ModelError(
+                    "this model is not supported: it changes the hidden states between its blocks"
+                    f" (before {name})"
+                )
+            given = dict(leaves(call.arguments))
+            self.inspect(index)
+            output = self.forwards[index](*args, **kwargs)
         self.output, others = split_output(output)
         length = 0 if output is self.output else len(output)
-        self.calls[-1] = replace(self.calls[-1], outputs=length)
-        after = rebuilt(self.calls[-1].arguments)
-        name = self.blocks.prefix(index)
-        self.traces.append(BlockTrace(name, self.before, after, others))
+        self.calls.append(replace(call, outputs=length))
+        self.traces.append(BlockTrace(name, given, made_by_block(call.arguments, others)))
         if not torch.isfinite(self.output).all():
             raise NonFiniteError(
                 f"the output of {name} contains NaN or Inf; try another dtype"
@@ -119,6 +103,18 @@ class Probe:
         self.advance()
         if index == len(self.blocks.modules) - 1:
             raise Stop
+        return output
+
+
+def run_with(model: nn.Module, blocks: Blocks, segment: Tensor, forward: Callable[..., Any]) -> Any:
+    """The output of a model for a segment (1, tokens), with a function in the place of its blocks.
+
+    forward: takes the index of a block and the arguments of its call, and returns its output.
+    """
+    with ExitStack() as changes:
+        for index, block in enumerate(blocks.modules):
+            changes.enter_context(replaced(block, "forward", partial(forward, index)))
+        return model(input_ids=segment, use_cache=False)
 
 
 def sees_later_tokens(
@@ -188,10 +184,10 @@ def check_columns(calls: Sequence[BlockCall], traces: Sequence[BlockTrace], stat
     """
     for call, trace in zip(calls, traces, strict=True):
         arguments = dict(leaves(call.extra.arguments(call.arguments, states)))
-        for path, value in leaves(trace.before):
+        for path, value in trace.given.items():
             if not same(value.float(), arguments[path].float()):
                 raise depends_on_text(trace.name, path)
-        states = call.extra.after(states, call.hidden(states), trace.outputs, trace.after)
+        states = call.extra.after(states, call.hidden(states), trace.made)
 
 
 class Entry:
@@ -225,10 +221,8 @@ def entering(
     at least.
     """
     entry = Entry(calls)
-    with ExitStack() as changes, torch.no_grad(), suppress(Stop):
-        for index, block in enumerate(blocks.modules):
-            changes.enter_context(replaced(block, "forward", partial(entry.forward, index)))
-        model(input_ids=segment, use_cache=False)
+    with torch.no_grad(), suppress(Stop):
+        run_with(model, blocks, segment, entry.forward)
     return entry.states
 
 
@@ -246,17 +240,15 @@ def logits_of(
         states: the output of the last block, (1, tokens, width); no block runs.
     """
 
-    def forward(output: Any, *args: Any, **kwargs: Any) -> Any:
-        return output
+    def forward(index: int, *args: Any, **kwargs: Any) -> Any:
+        return calls[index].as_output(states)
 
     with ExitStack() as changes:
         for name in OUTPUT_OPTIONS:
             if getattr(model.config, name, False):
                 changes.enter_context(replaced(model.config, name, False))
-        for block, call in zip(blocks.modules, calls, strict=True):
-            output = call.as_output(states)
-            changes.enter_context(replaced(block, "forward", partial(forward, output)))
-        logits = getattr(model(input_ids=segment[None], use_cache=False), "logits", None)
+        output = run_with(model, blocks, segment[None], forward)
+    logits = getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
         raise ModelError(
             f"{type(model).__name__} has no output head, and {option('allocate', 'error')} and"
