@@ -59,20 +59,21 @@ def prescribed_dtype(plan: Mapping[str, torch.dtype], name: str) -> torch.dtype 
     return None
 
 
-def sources_of(
-    module: nn.Module, stored: Any, dtype_plan: Mapping[str, torch.dtype]
-) -> dict[str, Source]:
-    """The tensors of a module that the files hold under its own name.
+def sources_of(module: nn.Module, dtype_plan: Mapping[str, torch.dtype]) -> dict[str, Source]:
+    """The tensors of a module that the files hold under its own name; none without accelerate.
 
-    Args:
-        stored: accelerate's map of weights for the module.
-        dtype_plan: as for `prescribed_dtype`.
+    dtype_plan: as for `prescribed_dtype`.
     """
+    holder = module
+    shapes = {name: value.shape for name, value in module.named_parameters(recurse=False)}
     if isinstance(module, SplitExperts):
+        holder = module.fused
         shapes = module.sources
-    else:
-        shapes = {name: value.shape for name, value in module.named_parameters(recurse=False)}
-    sources = {}
+    # accelerate keeps the file of each parameter in a hook.
+    stored: Any = getattr(getattr(holder, "_hf_hook", None), "weights_map", None)
+    sources: dict[str, Source] = {}
+    if stored is None:
+        return sources
     for name, shape in shapes.items():
         full_name = f"{stored.prefix}{name}"
         entry = stored.dataset.index.get(full_name)
@@ -81,42 +82,6 @@ def sources_of(
             file = Path(entry["safetensors_file"])
             sources[name] = Source(full_name, file, entry["weight_name"], dtype, shape)
     return sources
-
-
-class Prefetcher:
-    """Reads tensors in a thread before they are needed. device: where they will be."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self._reads: dict[str, Future[Tensor]] = {}
-
-    def start(self, sources: Iterable[Source]) -> None:
-        """Start to read these tensors, and drop those of an earlier start."""
-        self.drop()
-        calls = {source.name: partial(self._read, source) for source in sources}
-        reads = run_in_background("read ahead", *calls.values())
-        self._reads = dict(zip(calls, reads, strict=True))
-
-    def _read(self, source: Source) -> Tensor:
-        tensor = source.read()
-        if self.device.type == "cuda":  # it copies faster from pinned memory
-            return tensor.pin_memory()
-        return tensor
-
-    def take(self, source: Source) -> Tensor:
-        """The tensor on the CPU, read before or now."""
-        if source.name not in self._reads:
-            return source.read()
-        tensor = self._reads[source.name].result()
-        del self._reads[source.name]  # after an error `drop` still sees it
-        return tensor
-
-    def drop(self) -> None:
-        """Drop tensors that were not taken, and wait for reads that are running."""
-        for read in self._reads.values():
-            read.cancel()
-        wait(self._reads.values())
-        self._reads.clear()
 
 
 class Weights:
@@ -131,18 +96,17 @@ class Weights:
         self.device = device
         # Read the weights of the next part in the background, which takes the memory of one more.
         self.prefetch = True
-        self._prefetcher = Prefetcher(device)
+        # Tensors that are read ahead, by name.
+        self._reads: dict[str, Future[Tensor]] = {}
         # The tensors of each module in files, by name. Weak: a layer that was replaced takes its
         # weight along.
         self._sources: WeakKeyDictionary[nn.Module, dict[str, Source]] = WeakKeyDictionary()
         # accelerate takes no account of these dtypes for tensors on the disk.
         dtype_plan = model._get_dtype_plan(model.dtype)
         for module in model.modules():
-            # accelerate keeps the file of each parameter in a hook.
-            holder = module.fused if isinstance(module, SplitExperts) else module
-            stored = getattr(getattr(holder, "_hf_hook", None), "weights_map", None)
-            if stored is not None:
-                self._sources[module] = sources_of(module, stored, dtype_plan)
+            sources = sources_of(module, dtype_plan)
+            if sources:
+                self._sources[module] = sources
         self.streamed = bool(self._sources)
         if self.streamed:
             self._share_tied(model)
@@ -197,10 +161,10 @@ class Weights:
         try:
             self._bring(part)
             if then is not None and self.prefetch and self._missing(then):
-                self._prefetcher.start(source for _, _, source in self._wanted(then))
+                self._read_ahead(then)
             yield
         except BaseException:
-            self._prefetcher.drop()
+            self._drop_reads()
             raise
         finally:
             for module in part():
@@ -234,8 +198,33 @@ class Weights:
                 brought[source.name] = nn.Parameter(self._read(source), requires_grad=False)
             module.register_parameter(name, brought[source.name])
 
+    def _read_ahead(self, part: Modules) -> None:
+        """Start to read the tensors of a part in a thread, and drop those of an earlier part."""
+        self._drop_reads()
+        calls = {source.name: partial(self._pinned, source) for _, _, source in self._wanted(part)}
+        reads = run_in_background("read ahead", *calls.values())
+        self._reads = dict(zip(calls, reads, strict=True))
+
+    def _pinned(self, source: Source) -> Tensor:
+        tensor = source.read()
+        if self.device.type == "cuda":  # it copies faster from pinned memory
+            return tensor.pin_memory()
+        return tensor
+
+    def _drop_reads(self) -> None:
+        """Drop tensors that were not taken, and wait for reads that are running."""
+        for read in self._reads.values():
+            read.cancel()
+        wait(self._reads.values())
+        self._reads.clear()
+
     def _read(self, source: Source) -> Tensor:
-        tensor = self._prefetcher.take(source)
+        """The tensor on the device, read ahead or now."""
+        if source.name in self._reads:
+            tensor = self._reads[source.name].result()
+            del self._reads[source.name]  # after an error `_drop_reads` still sees it
+        else:
+            tensor = source.read()
         if tensor.shape != source.shape:
             raise ModelError(
                 f"{source.name} has the shape {list(tensor.shape)} in the checkpoint, but"
