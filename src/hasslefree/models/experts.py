@@ -7,7 +7,7 @@ linear layers like all others, calibrated and trained on the tokens routed to th
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +54,7 @@ class FusedTensor:
 
 
 def fused_tensors(layout: Any) -> dict[str, FusedTensor]:
-    """The tensors of a module of experts by name. layout: the module, or its `BatchedLayout`."""
+    """The tensors of a module of experts by name. layout: as of `SplitExperts`."""
     sources: dict[str, tuple[str, ...]] = {}
     if layout.has_gate:
         sources["gate_up_proj"] = ("gate_proj", "up_proj")
@@ -76,22 +76,19 @@ class SplitExperts(nn.Module):
 
     Args:
         fused: the module, which gives up its weights, and keeps gates, activations and norms.
-        layout: the description of its tensors; the module itself, if transformers describes them.
         config: of the decoder.
     """
 
     fused: Any
-    layout: Any
 
-    def __init__(self, fused: Any, layout: Any, config: Any):
+    def __init__(self, fused: Any, config: Any):
         super().__init__()
-        # Not as children: the children of `fused` become children here.
+        # Not as a child: the children of `fused` become children here.
         self.__dict__["fused"] = fused
-        self.__dict__["layout"] = layout
         for name, child in list(fused.named_children()):
             self.add_module(name, child)
         self.calls_every_expert = False
-        self.tensors = fused_tensors(layout)
+        self.tensors = fused_tensors(self.layout)
         # The shapes of the fused tensors, by name.
         self.sources = {name: fused.get_parameter(name).shape for name in self.tensors}
         self.count = len(fused.down_proj)
@@ -101,6 +98,11 @@ class SplitExperts(nn.Module):
         for name in self.tensors:
             self.fill(name, fused.get_parameter(name).detach())
             del fused._parameters[name]
+
+    @property
+    def layout(self) -> Any:
+        """The description of the fused tensors, which transformers adds to the module."""
+        return self.fused
 
     def experts(self) -> Iterator[Any]:
         """The experts in order."""
@@ -193,28 +195,25 @@ def experts_per_token(config: Any, count: int) -> int:
     return count
 
 
-@dataclass(frozen=True)
-class BatchedLayout:
-    """The attributes that `use_experts_implementation` gives a module, for `BatchedExperts`, which
-    it does not describe. act_fn: of the gate.
-    """
-
-    act_fn: Callable[[Tensor], Tensor]
-    has_gate: bool = True
-    has_bias: bool = False
-    is_transposed: bool = True
-    is_concatenated: bool = True
-    has_post_expert_norm: bool = False
-
-    def _apply_gate(self, joined: Tensor) -> Tensor:
-        gate, up = joined.chunk(2, -1)
-        return up * self.act_fn(gate)
-
-
 class BatchedExperts(SplitExperts):
     """Experts that get a row for each token, zeros if the token is not routed to them, as in Llama
     4. Their fused weights are (experts, in, out).
     """
+
+    # Of the attributes that `use_experts_implementation` gives other modules.
+    has_gate = True
+    has_bias = False
+    is_transposed = True
+    is_concatenated = True
+    has_post_expert_norm = False
+
+    @property
+    def layout(self) -> Any:
+        return self
+
+    def _apply_gate(self, joined: Tensor) -> Tensor:
+        gate, up = joined.chunk(2, -1)
+        return up * self.fused.act_fn(gate)
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
         """Rows (experts · tokens, width) after the expert that they belong to."""
@@ -254,9 +253,9 @@ def split_experts(model: Any) -> None:
     config = model.config.get_text_config(decoder=True)
     for name, module in list(model.named_modules()):
         if is_fused(module):
-            split = SplitExperts(module, module, config)
+            split = SplitExperts(module, config)
         elif is_batched(module):
-            split = BatchedExperts(module, BatchedLayout(module.act_fn), config)
+            split = BatchedExperts(module, config)
         else:
             continue
         model.set_submodule(name, split)
