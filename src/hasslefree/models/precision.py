@@ -90,31 +90,20 @@ def widened(modules: Iterable[nn.Module], keep: torch.dtype | None) -> Iterator[
     """Within it, the floating-point tensors of modules are float32 at least. keep: the dtype in
     which matrices may stay.
     """
-    narrow = narrow_tensors(modules, keep)
-    before = [tensor.data for tensor in narrow]
+    stored: dict[Tensor, Tensor] = {}  # the values of each tensor, which modules may share
+    for module in modules:
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if isinstance(module, SparseLowRankLinear) and module.unpacked_copy is not None:
+            tensors.append(module.unpacked_copy)
+        for tensor in tensors:
+            is_kept = tensor.ndim >= 2 and tensor.dtype == keep
+            if tensor.is_floating_point() and tensor.dtype != working_dtype(tensor) and not is_kept:
+                stored[tensor] = tensor.data
     try:
-        for tensor in narrow:
+        for tensor in stored:
             tensor.data = tensor.data.to(working_dtype(tensor))
         yield
     finally:
-        for tensor, stored in zip(narrow, before, strict=True):
-            stored.copy_(tensor.data)
-            tensor.data = stored
-
-
-def narrow_tensors(modules: Iterable[nn.Module], keep: torch.dtype | None) -> list[Tensor]:
-    """The floating-point tensors of modules that are not float32 or wider, without matrices of
-    dtype `keep`.
-    """
-    tensors: list[Tensor] = []
-    for module in modules:
-        tensors += module.parameters(recurse=False)
-        tensors += module.buffers(recurse=False)
-        if isinstance(module, SparseLowRankLinear) and module.unpacked_copy is not None:
-            tensors.append(module.unpacked_copy)
-    narrow = []
-    for tensor in dict.fromkeys(tensors):  # modules may share them
-        is_kept = tensor.ndim >= 2 and tensor.dtype == keep
-        if tensor.is_floating_point() and tensor.dtype != working_dtype(tensor) and not is_kept:
-            narrow.append(tensor)
-    return narrow
+        for tensor, before in stored.items():
+            before.copy_(tensor.data)
+            tensor.data = before
