@@ -12,7 +12,6 @@ from hasslefree.errors import ModelError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.calibrate import run_block, with_batching
 from hasslefree.models.extra_inputs import Column
-from hasslefree.models.probe import block_calls
 from hasslefree.models.walk import Walk
 from hasslefree.models.weights import Weights
 from hasslefree.planning.plan import make_plan, select
@@ -27,9 +26,10 @@ def test_block_by_block_is_the_whole_model_on_other_texts(family):
     """Oracle: what leaves the last block in an ordinary forward pass of each text."""
     model, tokens = build(family), segments(seed=1)
     blocks = find_blocks(model)
-    calls = block_calls(model, blocks, segments(1), Weights(model, model.device), lambda index: None, lambda: None)
+    walk = Walk.open(model, blocks, Weights(model, model.device), segments(1))
+    calls = walk.calls
     assert calls[0].extra.columns
-    hidden = Walk(model, blocks, Weights(model, model.device), calls).entering(tokens)
+    hidden = walk.entering(tokens)
     for block, call in zip(blocks.modules, calls, strict=True):
         assert with_batching(block, call, hidden).batched
         run_block(block, call, hidden)

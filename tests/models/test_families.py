@@ -11,7 +11,6 @@ from hasslefree import Recipe, SparseLowRankLinear
 from hasslefree.distributed import ALONE
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.calibrate import gather, groups_by_input, run_block, tensors_read
-from hasslefree.models.probe import block_calls
 from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Walk
 from hasslefree.models.weights import Weights
@@ -25,9 +24,9 @@ families = pytest.mark.parametrize("family", [*FAMILIES, "falcon"])
 def test_streamed_grams_are_those_of_the_whole_model(family):
     """Oracle: hooks on every linear layer during ordinary forward passes of the whole model."""
     model, tokens = build(family), segments()
-    blocks, weights = find_blocks(model), Weights(model, model.device)
-    calls = block_calls(model, blocks, tokens[:1], weights, lambda index: None, lambda: None)
-    hidden = Walk(model, blocks, weights, calls).entering(tokens)
+    blocks = find_blocks(model)
+    walk = Walk.open(model, blocks, Weights(model, model.device), tokens[:1])
+    calls, hidden = walk.calls, walk.entering(tokens)
     for index, block in enumerate(blocks.modules):
         groups = groups_by_input(tensors_read(block, calls[index], hidden[0], find_sites(block)))
         assert sorted(name for group in groups for name in group) == sorted(find_sites(block))

@@ -57,9 +57,9 @@ class Walk:
     blocks: Blocks
     weights: Weights
     calls: Sequence[BlockCall]
-    storage: str = "device"
-    folder: Path = Path()
-    phases: Phases = field(default_factory=Phases)
+    storage: str
+    folder: Path
+    phases: Phases
     rounded: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
