@@ -68,9 +68,7 @@ class Activations:
 
     def __setitem__(self, index: int | slice, states: Tensor) -> None:
         """Replace segments. states: (segments, tokens, width)."""
-        if not isinstance(index, slice):
-            states = states.squeeze(0)
-        self.states[index].copy_(states)
+        self.states[index] = states
 
     def batches(self, tokens: int) -> Iterator[slice]:
         """Yield slices of all segments: at most `tokens` tokens at a time, and at least one

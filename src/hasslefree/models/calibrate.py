@@ -145,7 +145,13 @@ class MomentSums:
     def take(self, rows: Tensor) -> None:
         """Add inputs (tokens, in)."""
         if not self.count:
-            self._start(rows)
+            width = rows.shape[1]
+            wide = widest_dtype(rows.device)
+            self.dtype = working_dtype(rows)
+            self.first = rows.new_zeros(width, dtype=wide)
+            self.second = rows.new_zeros(width, width, dtype=wide)
+            if rows.is_cuda:
+                self.chunk = max(len(rows), 1)
         self.count += len(rows)
         for part in rows.split(self.chunk):
             narrow = part.dtype == torch.bfloat16
@@ -154,15 +160,6 @@ class MomentSums:
             self.first.add_(factor.sum(0, dtype=self.dtype))
             with bfloat16_products(part.device) if narrow else nullcontext():
                 _add_square(self.second, factor)
-
-    def _start(self, rows: Tensor) -> None:
-        width = rows.shape[1]
-        dtype = widest_dtype(rows.device)
-        self.dtype = working_dtype(rows)
-        self.first = rows.new_zeros(width, dtype=dtype)
-        self.second = rows.new_zeros(width, width, dtype=dtype)
-        if rows.device.type == "cuda":
-            self.chunk = max(len(rows), 1)
 
     def gram(self, world: World) -> Gram:
         """The Gram over the tokens of all processes. Without any tokens, as for an expert that no

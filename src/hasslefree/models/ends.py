@@ -112,7 +112,12 @@ def find_ends(model: Any) -> tuple[End, ...]:
     if embedding and head and head.name in sharing(model, embedding.name):
         obstacle = embedding.obstacle or head.obstacle
         ends = [dataclasses.replace(embedding, head=head.name, obstacle=obstacle)]
-    return tuple([with_sharing(model, end) for end in ends])
+    for index, end in enumerate(ends):
+        others = sharing(model, end.name) - set(end.names)
+        if others and end.obstacle is None:
+            obstacle = f"{', '.join(sorted(others))} share it"
+            ends[index] = dataclasses.replace(end, obstacle=obstacle)
+    return tuple(ends)
 
 
 def asked(model: Any, method: str) -> tuple[str, Any]:
@@ -168,11 +173,3 @@ def sharing(model: Any, name: str) -> set[str]:
     source = ties.get(weight, weight)
     tied = {source, *(other for other, its_source in ties.items() if its_source == source)}
     return {other.removesuffix(".weight") for other in tied - {weight}}
-
-
-def with_sharing(model: Any, end: End) -> End:
-    """The matrix, with an obstacle if modules that are no ends share it."""
-    others = sharing(model, end.name) - set(end.names)
-    if not others or end.obstacle:
-        return end
-    return dataclasses.replace(end, obstacle=f"{', '.join(sorted(others))} share it")

@@ -54,19 +54,18 @@ def load_config(name: str, trust_remote_code: bool = False) -> Any:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers does not check what the file holds
         raise no_model(name, error) from error
-    with_code = getattr(config, "auto_map", None) or {}
-    has_own_class = trust_remote_code and "AutoModelForCausalLM" in with_code
+    has_own_class = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     known = config.model_type in CAUSAL or config.model_type in MULTIMODAL
-    if not known and not has_own_class and "AutoModelForCausalLM" in with_code:
+    if has_own_class and not trust_remote_code and not known:
         raise untrusted_code(name)
     parts = (config, config.get_text_config(decoder=True))
-    encodes = any(getattr(part, "is_encoder_decoder", False) for part in parts)
+    encodes = any(part.is_encoder_decoder for part in parts)
     if encodes or not (known or has_own_class):
         raise ModelError(
             f"{name} is a {config.model_type} model, which is not a decoder; "
             "hasslefree compresses causal language models"
         )
-    if not has_own_class:
+    if not (has_own_class and trust_remote_code):
         check_reads_text(name, config)
     return config
 
@@ -142,8 +141,8 @@ def check_reads_text(name: str, config: Any) -> None:
 def auto_class(config: Any) -> Any:
     """The Auto class of transformers for a configuration: multimodal if it names such a model."""
     multimodal = MULTIMODAL.get(config.model_type)
-    named = getattr(config, "architectures", None)
-    if multimodal and (config.model_type not in CAUSAL or named == [multimodal]):
+    is_named = config.architectures == [multimodal]
+    if multimodal and (config.model_type not in CAUSAL or is_named):
         return AutoModelForMultimodalLM
     return AutoModelForCausalLM
 
@@ -200,7 +199,7 @@ def load_shapes(
     Its `name_or_path` is the folder of its files, if they are on this machine.
     """
     config = load_config(name, trust_remote_code)
-    folder = folder_of(name)
+    folder = folder_of(name) or Path(name)
     chosen = config.dtype or config.get_text_config(decoder=True).dtype or stored_dtype(folder)
     if dtype != "auto":
         chosen = getattr(torch, dtype)
@@ -211,17 +210,17 @@ def load_shapes(
         model: PreTrainedModel = auto_class(config).from_config(
             config, dtype=chosen, trust_remote_code=trust_remote_code
         )
-    model.name_or_path = str(folder or name)
+    model.name_or_path = str(folder)
     return model
 
 
-def stored_dtype(folder: Path | None) -> torch.dtype:
+def stored_dtype(folder: Path) -> torch.dtype:
     """The dtype of most numbers in the files of a model, but for those of eight bits; float32 if
     none can be read.
     """
     numbers: Counter[torch.dtype] = Counter()
     with suppress(CheckpointError):
-        for tensor in stored_tensors(weight_files(folder or Path())).values():
+        for tensor in stored_tensors(weight_files(folder)).values():
             if tensor.meta.is_floating_point() and tensor.meta.itemsize > 1:
                 numbers[tensor.meta.dtype] += tensor.meta.numel()
     return max(numbers, key=lambda dtype: numbers[dtype], default=torch.float32)
@@ -310,7 +309,7 @@ def _from_pretrained(name: str, trust_remote_code: bool, **options: Any) -> PreT
             f" {', '.join(missing[:6])}; use a checkpoint of this class, or download or copy it"
             " again"
         )
-    return model.eval()
+    return model
 
 
 def refuse_pickles(folder: Path) -> None:

@@ -95,35 +95,28 @@ class Candidate:
     is_layer: bool
 
 
-@dataclass(frozen=True)
 class BlockView:
     """A block as the rules see it.
 
-    Args:
+    Attributes:
         block: the module.
         shared: ids of its parameters that other blocks have too.
         experts: number of experts, by the name of the module that holds them.
     """
 
-    block: nn.Module
-    shared: frozenset[int]
-    experts: dict[str, int]
-
-    @classmethod
-    def of(cls, blocks: Blocks, index: int) -> "BlockView":
-        block = blocks.modules[index]
-        shared = set()
-        for name, parameter in block.named_parameters(blocks.prefix(index)):
+    def __init__(self, blocks: Blocks, index: int):
+        self.block = blocks.modules[index]
+        self.shared: set[int] = set()
+        for name, parameter in self.block.named_parameters(blocks.prefix(index)):
             if name in blocks.shared:
-                shared.add(id(parameter))
-        experts = {}
-        for name, module in block.named_modules():
+                self.shared.add(id(parameter))
+        self.experts: dict[str, int] = {}
+        for name, module in self.block.named_modules():
             holder, _, leaf = name.rpartition(".")
             if isinstance(module, SplitExperts):
-                experts[holder] = module.count
+                self.experts[holder] = module.count
             elif isinstance(module, nn.ModuleList) and leaf == "experts":
-                experts[holder] = len(module)
-        return cls(block, frozenset(shared), experts)
+                self.experts[holder] = len(module)
 
     def candidates(self) -> list[Candidate]:
         """All matrices of the block; linear layers last."""
@@ -202,7 +195,7 @@ def select_sites(blocks: Blocks, leave_dense: Collection[str] = ()) -> Selection
     selected = []
     unsupported = []
     for index in range(len(blocks.modules)):
-        view = BlockView.of(blocks, index)
+        view = BlockView(blocks, index)
         sites = {}
         for matrix in view.candidates():
             full_name = f"{blocks.prefix(index)}.{matrix.name}"
