@@ -43,15 +43,13 @@ def program_command(name: str) -> list[str]:
             raise ProgramError(f"there is no file {name}; give the path of a Python script")
         return [sys.executable, name]
     scripts = sysconfig.get_path("scripts")
-    if script := shutil.which(name, path=scripts):
+    script = shutil.which(name, path=scripts)
+    if script is not None:
         return [script]
     if not is_runnable(name):
-        extra = EXTRAS.get(name)
-        remedy = (
-            f'pip install "hasslefree[{extra}]"'
-            if extra
-            else "pip install the package that provides it"
-        )
+        remedy = "pip install the package that provides it"
+        if name in EXTRAS:
+            remedy = f'pip install "hasslefree[{EXTRAS[name]}]"'
         raise ProgramError(
             f"there is no program {name!r}: neither a script in {scripts} nor a module that"
             f" {sys.executable} -m runs; check the name, or {remedy}"
@@ -70,7 +68,7 @@ def is_runnable(module: str) -> bool:
         return False
     finally:
         del sys.path[0]
-    inside = None if spec is None else spec.submodule_search_locations
-    return spec is not None and (
-        inside is None or PathFinder.find_spec(f"{module}.__main__", inside) is not None
-    )
+    if spec is None or spec.submodule_search_locations is None:
+        return spec is not None
+    inside = spec.submodule_search_locations
+    return PathFinder.find_spec(f"{module}.__main__", inside) is not None
