@@ -132,12 +132,13 @@ class Talkative(torch.nn.Module):
         return self.inner(hidden, **rest)
 
 
-def test_blocks_that_are_told_the_text_are_refused(tmp_path):
+@pytest.mark.parametrize("summed", [1, (0, 1)])
+def test_blocks_that_are_told_the_text_are_refused(summed, tmp_path):
     """Stored arguments of one segment would be given to all."""
     model = build("llama")
     tokens = {}
     model.model.register_forward_pre_hook(
-        lambda m, args, kwargs: tokens.update(ids=kwargs["input_ids"].float().sum(1)), with_kwargs=True
+        lambda m, args, kwargs: tokens.update(ids=kwargs["input_ids"].float().sum(summed)), with_kwargs=True
     )
     for index, block in enumerate(model.model.layers):
         wrapped = Talkative(block)

@@ -65,7 +65,7 @@ class Column:
         first: int,
     ) -> Self | None:
         """The columns for a tensor of one segment; None if no axis of it is the tokens."""
-        if len(value) != 1:
+        if value.shape[:1] != (1,):  # a number has no axes
             return None
         for axis in range(1, value.ndim):
             if value.shape[axis] == tokens:
