@@ -11,6 +11,7 @@ one for the embedding, at which other errors are counted. A matrix that is both 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from hasslefree.allocate.options import (
     grids_like,
     reciprocal,
 )
-from hasslefree.allocate.sensitivity import BitsAndError, bits_and_error, probe_method
+from hasslefree.allocate.sensitivity import bits_and_error, probe_method, some_rows
 from hasslefree.core.gram import Gram, working_dtype
 from hasslefree.core.grids import Grid
 from hasslefree.core.predictions import kl_by_token
@@ -146,11 +147,7 @@ class EndProbe:
 
     def choices(self, resolved: Resolved) -> dict[str, LayerChoice]:
         """The options of each matrix, and what it loses at most."""
-        found: dict[str, LayerChoice] = {}
-        for end in self.ends:
-            gram, rate = self.norm(end)
-            found[end.name] = self.choice(end, gram, rate, resolved)
-        return found
+        return {end.name: self.choice(end, resolved) for end in self.ends}
 
     def norm(self, end: End) -> tuple[Gram, float]:
         """The second moment that weights the errors of a matrix, and the loss per unit of it."""
@@ -177,49 +174,28 @@ class EndProbe:
         tokens = self.world.total(self.tokens, device)
         return self.world.total(summed, device) / tokens * reciprocal(error)
 
-    def choice(
-        self,
-        end: End,
-        gram: Gram,
-        rate: float,
-        resolved: Resolved,
-    ) -> LayerChoice:
-        """The options of a matrix, from the errors of some of its rows. gram, rate: of `norm`."""
+    def choice(self, end: End, resolved: Resolved) -> LayerChoice:
+        """The options of a matrix, from the errors of some of its rows."""
+        gram, loss_per_error = self.norm(end)
         with self.walk.outside():
             weight = self.walk.model.get_parameter(f"{end.name}.weight").detach()
-            rows = torch.linspace(0, len(weight) - 1, min(ROWS, len(weight))).long()
-            sample = weight[rows.to(weight.device)].to(gram.matrix.dtype)
+            sample = some_rows(weight, ROWS).to(gram.matrix.dtype)
         prepared = probe_method(resolved.end_grids[0]).prepare(gram)
-        share = len(weight) / len(sample)
         uniform = self.plans[end.name]
         assert uniform.grid is not None
-        plans = [uniform]
         grids = [uniform.grid]
         if resolved.embedding_bits is None:
             grids = grids_like(uniform, resolved.end_grids, resolved)
-            plans = [replace(uniform, grid=grid) for grid in near(uniform.grid, grids)]
-
-        def measure(grid: Grid) -> BitsAndError:
-            bits, error = bits_and_error(sample, gram, prepared, uniform.kept, grid)
-            return bits, share * error
-
+        # The loss per error is measured on an error that is alike in all inputs. That of an
+        # entropy-coded end is not: the estimate is too rough to move the end far from the layers.
+        rate = uniform.grid.rate
+        near = [grid for grid in grids if rate is None or abs(grid.stored_bits - rate) <= NEAR]
+        plans = [replace(uniform, grid=grid) for grid in near]
+        measure = partial(bits_and_error, sample, gram, prepared, uniform.kept)
         losses: dict[Grid, Tensor] = {}
-        for grid, lost in errors_on(grids, measure).items():
+        for grid, lost in errors_on(grids, measure, len(weight) / len(sample)).items():
             losses[grid] = torch.tensor([lost], dtype=torch.float64)
-        return LayerChoice(GridOptions(plans, losses), rate, end.name)
-
-
-def near(grid: Grid, grids: list[Grid]) -> list[Grid]:
-    """The grids that an end may get in place of its uniform one: all, or with entropy coding those
-    of nearly the same rate.
-
-    What an end loses for an error is measured on one that is alike in all inputs. That of an
-    entropy-coded end is not, so that the estimate is too rough to move it far from the layers.
-    """
-    if grid.rate is None:
-        return grids
-    uniform = grid.rate
-    return [found for found in grids if abs(found.stored_bits - uniform) <= NEAR]
+        return LayerChoice(GridOptions(plans, losses), loss_per_error, end.name)
 
 
 def with_look_ups(gram: Gram, look_ups: float) -> Gram:

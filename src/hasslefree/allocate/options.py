@@ -1,11 +1,11 @@
 """The plans that one layer may get, what each of them loses, and the ladders that lead to them."""
 
-import dataclasses
 import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -60,11 +60,11 @@ class BudgetOptions:
 
     def plan(self, steps: Mapping[str, int]) -> LayerPlan:
         """The plan after a number of steps on each ladder."""
-        plan = dataclasses.replace(self.uniform, rank=self.first_rank + steps["rank"])
+        plan = replace(self.uniform, rank=self.first_rank + steps["rank"])
         if "nonzeros" not in self.ladders:
             return plan
         count = self.first_nonzeros + steps["nonzeros"] * self.nonzeros_per_step
-        return dataclasses.replace(plan, kept=Unstructured(count), nonzeros=count)
+        return replace(plan, kept=Unstructured(count), nonzeros=count)
 
     def loss(self, plan: LayerPlan) -> float:
         """The share of its sensitivity that the layer loses with a plan."""
@@ -123,7 +123,7 @@ def _rank_bounds(plan: LayerPlan) -> tuple[int, int, int]:
     """The least and the largest rank that a layer may get, and the bytes of one rank."""
 
     def bytes_at(rank: int) -> int:
-        return dataclasses.replace(plan, rank=rank).size
+        return replace(plan, rank=rank).size
 
     bytes_per_rank = bytes_at(2) - bytes_at(1)
     # There is nothing to win beyond the bytes of the dense layer.
@@ -209,7 +209,7 @@ def joined(choices: Mapping[str, LayerChoice]) -> dict[str, LayerChoice]:
     for members in units.values():
         for name, plans in best_combinations(members).items():
             options = GridOptions(plans, losses[name])
-            found[name] = dataclasses.replace(choices[name], options=options)
+            found[name] = replace(choices[name], options=options)
     return found
 
 
@@ -274,7 +274,10 @@ def grid_options(
     """
     assert plan.grid is not None
     grids = grids_like(plan, resolved.grids, resolved)
-    ranks = [plan.rank] if resolved.rank_on_grids is not None else _ranks(plan)
+    ranks = [plan.rank]
+    if resolved.rank_on_grids is None:
+        largest = min(max(RANKS, int(MOST * plan.rank)), *plan.shape)
+        ranks = sorted({plan.rank, *range(0, largest + 1, RANK_STEP)})
     errors = _errors(layer, plan, grids)
     most = errors[grids[0]]
     whole = plan.grid
@@ -292,7 +295,7 @@ def grid_options(
         for rank in ranks:
             if rank < len(undone):
                 bits = resolved.factor_bits
-                candidate = dataclasses.replace(plan, grid=grid, rank=rank, factor_bits=bits)
+                candidate = replace(plan, grid=grid, rank=rank, factor_bits=bits)
                 # A rank that is given may make a narrow matrix larger than the dense one. So do the
                 # scales of inputs for a matrix of one row, which then has this plan alone.
                 fits = candidate.size <= candidate.dense_size
@@ -313,26 +316,26 @@ def _errors(layer: ProbedLayer, plan: LayerPlan, grids: Sequence[Grid]) -> dict[
         # on it. Of the finest grid, because few values within the support become zero.
         kept = KnownSupport(sample.changed(kept, grids[-1]) != 0)
 
-    def measure(grid: Grid) -> BitsAndError:
-        bits, error = sample.measured(kept, grid)
-        return bits, share * error
-
-    return errors_on(grids, measure)
+    return errors_on(grids, partial(sample.measured, kept), share)
 
 
-def errors_on(grids: Sequence[Grid], measure: Callable[[Grid], BitsAndError]) -> dict[Grid, float]:
+def errors_on(
+    grids: Sequence[Grid], measure: Callable[[Grid], BitsAndError], share: float = 1.0
+) -> dict[Grid, float]:
     """The errors on all grids; of entropy-coded ones, only some are measured.
 
     Args:
         grids: by rising bits.
+        share: all rows over those that are measured.
     """
-    if grids[0].rate is None:
-        return {grid: measure(grid)[1] for grid in grids}
     ends = (grids[0], grids[-1])
     points: list[BitsAndError] = []
     for grid in grids:
-        if grid.rate in MEASURED_RATES or grid in ends:
-            points.append(measure(grid))
+        if grid.rate in (None, *MEASURED_RATES) or grid in ends:
+            bits, error = measure(grid)
+            points.append((bits, share * error))
+    if grids[0].rate is None:
+        return {grid: error for grid, (_, error) in zip(grids, points, strict=True)}
     return interpolated(points, grids)
 
 
@@ -363,15 +366,7 @@ def grids_like(plan: LayerPlan, grids: Sequence[Grid], resolved: Resolved) -> li
     if resolved.in_types:
         return list(types_for(plan.shape[1]))
     assert plan.grid is not None
-    return [dataclasses.replace(grid, group=plan.grid.group) for grid in grids]
-
-
-def _ranks(plan: LayerPlan) -> list[int]:
-    """The ranks that a layer on a grid may get, if none is given: that of its plan, and multiples
-    of the step.
-    """
-    most = min(max(RANKS, int(MOST * plan.rank)), *plan.shape)
-    return sorted({plan.rank, *range(0, most + 1, RANK_STEP)})
+    return [replace(grid, group=plan.grid.group) for grid in grids]
 
 
 def reciprocal(total: float) -> float:

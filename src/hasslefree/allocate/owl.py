@@ -1,13 +1,12 @@
 """OWL: blocks with more outliers keep more of their parameters (Yin et al., arXiv 2310.05175)."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from hasslefree.allocate.allocation import Allocation
-from hasslefree.core.budgets import Budget
 from hasslefree.distributed import World
 from hasslefree.errors import BudgetError
 from hasslefree.models.activations import Activations
@@ -46,28 +45,16 @@ def by_outliers(
         if plans:  # other blocks stay dense
             shares[visit.index] = block_outliers(visit, plans, hidden, world)
             sizes.append(sum(layer.dense_parameters for layer in plans.values()))
-    changes = owl_changes(resolved.budget, list(shares.values()), sizes)
+    budget = resolved.budget
+    field = "sparsity" if budget.ratio is None else "ratio"
+    ratios = owl_ratios(list(shares.values()), getattr(budget, field), sizes)
     allocated: list[dict[str, LayerPlan]] = [{} for _ in plan.blocks]
-    for index, change in zip(shares, changes, strict=True):
-        changed = dataclasses.replace(resolved, budget=change)
+    for index, ratio in zip(shares, ratios, strict=True):
+        changed = replace(resolved, budget=replace(budget, **{field: ratio}))
         for name, layer in plan.blocks[index].items():
             matrix = Matrix(name, layer.shape, layer.dtype)
             allocated[index][name] = plan_layer(walk.blocks, index, matrix, changed)
     return Allocation(Plan(allocated, plan.ends))
-
-
-def owl_changes(
-    budget: Budget,
-    shares: Sequence[float],
-    sizes: Sequence[int],
-) -> list[Budget]:
-    """The budget of each block; arguments as for `owl_ratios`."""
-    if budget.ratio is not None:
-        ratios = owl_ratios(shares, budget.ratio, sizes)
-        return [dataclasses.replace(budget, ratio=ratio) for ratio in ratios]
-    assert budget.sparsity is not None
-    sparsities = owl_ratios(shares, budget.sparsity, sizes)
-    return [dataclasses.replace(budget, sparsity=sparsity) for sparsity in sparsities]
 
 
 def block_outliers(

@@ -13,7 +13,7 @@ its inputs, which are kept: never more than one block is in memory.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -92,6 +92,13 @@ def bits_and_error(
     return 32 * words / weight.numel(), error
 
 
+def some_rows(weight: Tensor, rows: int) -> Tensor:
+    """At most so many rows of a weight, evenly spaced."""
+    count = len(weight)
+    chosen = torch.linspace(0, count - 1, min(rows, count)).long()
+    return weight[chosen.to(weight.device)]
+
+
 @dataclass(frozen=True)
 class BackwardVisit:
     """A block while the gradients run backwards through the model.
@@ -130,38 +137,29 @@ def sensitivities(
 
     segments: of this process. seed: of the labels. ends: watches embedding and head meanwhile.
     """
-    measured: list[dict[str, tuple[T, float]]] = [{} for _ in plan.blocks]
-    visits = backwards(walk, segments, world, seed, ends)
-    for backward in walk.phases.counted(ALLOCATION, visits, len(plan.blocks), "blocks"):
-        index = backward.visit.index
-        measured[index] = block_sensitivities(backward, plan.blocks[index], world, inspect)
-    return measured
-
-
-def backwards(
-    walk: Walk,
-    segments: Tensor,
-    world: World,
-    seed: int,
-    ends: "EndProbe | None",
-) -> Iterator[BackwardVisit]:
-    """The blocks from the last to the first; arguments and errors as for `sensitivities`."""
     total = round(world.total(len(segments), segments.device))
     count = len(world.local(range(probes(total, segments.shape[1]))))
     segments = segments[: max(count, 1)]
-    with walk.phases.phase(PROBES, len(walk.blocks.modules), "blocks") as phase:
-        hidden = walk.entering(segments)
-        entering = []
-        check_predictions(walk, segments, hidden)
-        for _ in walk.visits(hidden):
-            entering.append(hidden.copy())
+    watched = ends if count else None
+    measured: list[dict[str, tuple[T, float]]] = [{} for _ in plan.blocks]
+    with walk.phases.phase(ALLOCATION, len(plan.blocks), "blocks") as phase:
+        with walk.phases.phase(PROBES, len(walk.blocks.modules), "blocks") as probing:
+            hidden = walk.entering(segments)
+            entering: list[Activations] = []
+            check_predictions(walk, segments, hidden)
+            for _ in walk.visits(hidden):
+                entering.append(hidden.copy())
+                probing.advance()
+            gradients = gradients_of_labels(walk, segments, hidden, world, seed, watched)
+        for visit in walk.backwards():
+            tokens = count * segments.shape[1]
+            backward = BackwardVisit(visit, entering.pop(), gradients, tokens)
+            plans = plan.blocks[visit.index]
+            measured[visit.index] = block_sensitivities(backward, plans, world, inspect)
             phase.advance()
-        watched = ends if count else None
-        gradients = gradients_of_labels(walk, segments, hidden, world, seed, watched)
-    for visit in walk.backwards():
-        yield BackwardVisit(visit, entering.pop(), gradients, count * segments.shape[1])
-    if watched is not None:
-        watched.at_embedding(segments, gradients)
+        if watched is not None:
+            watched.at_embedding(segments, gradients)
+    return measured
 
 
 def check_predictions(
@@ -300,10 +298,8 @@ class ProbedLayer:
         return (squares / mean).clamp_min(LEAST_WEIGHT).to(self.gram.matrix.dtype)
 
     def sample(self, rows: int) -> "ProbedLayer":
-        """Some of its outputs, evenly spaced, without gradients."""
-        count = len(self.weight)
-        chosen = torch.linspace(0, count - 1, min(rows, count)).long()
-        return replace(self, weight=self.weight[chosen.to(self.weight.device)], gradients=None)
+        """Some of its outputs, without gradients."""
+        return replace(self, weight=some_rows(self.weight, rows), gradients=None)
 
     def divergence(self, changed: Tensor, rows_independent: bool = False) -> float:
         """The estimated mean KL(dense ‖ changed) a token, in nats, for another weight (out, in); 0
