@@ -123,11 +123,8 @@ def _read_statistic(folder: Path, name: str) -> int:
         lines = (folder / "memory.stat").read_text().splitlines()
     except OSError:
         return 0
-    for line in lines:
-        key, _, value = line.partition(" ")
-        if key == name:
-            return int(value)
-    return 0
+    statistics = dict(line.split() for line in lines)
+    return int(statistics.get(name, 0))
 
 
 # Options of glibc's mallopt: the size from which each array gets memory of its own, which is
@@ -167,7 +164,7 @@ def in_one_pass(numbers: float, device: torch.device) -> bool:
     """Whether a quarter of all memory, the same in every run, holds a pass of this many numbers
     (`activation_values`).
     """
-    return pass_bytes(numbers) <= total_memory(device) / 4
+    return pass_bytes(numbers) <= room_for_sums(device)
 
 
 def room_for_sums(device: torch.device) -> int:

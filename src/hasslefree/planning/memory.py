@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from hasslefree.errors import LINE, MemoryShortError, option
-from hasslefree.models.calibrate import BATCH, sums_bytes
+from hasslefree.models.calibrate import BATCH, pass_bytes, sums_bytes
 from hasslefree.models.experts import SplitExperts
 from hasslefree.models.load import quantization
 from hasslefree.models.precision import product_dtype
@@ -131,12 +131,14 @@ def estimate(setup: Setup) -> Footprint:
     outside = setup.model_bytes - sum(blocks)
     loaded = sum(p.nbytes for p in setup.model.parameters() if not p.is_meta)
     largest = block_bytes(setup)
+    # The inputs of all layers of a block, and the gradients of their outputs.
+    probes = pass_bytes(max(setup.activation_values(setup.probe_tokens)))
     device = {
         LIBRARIES: LIBRARY_BYTES,
         LOADED: max(loaded - max(blocks), 0),
         ENDS: 2 * outside + logits_bytes(setup) + ends_bytes(setup),
         BLOCK: largest,
-        PROBES: solver_bytes(setup, probe_bytes(setup)) if setup.probe_tokens else 0,
+        PROBES: solver_bytes(setup, probes) if setup.probe_tokens else 0,
         SOLVER: solver_bytes(setup, forward_bytes(setup)),
         TRAINING: training_bytes(setup) if setup.matched_tokens else 0,
     }
@@ -194,11 +196,6 @@ def ends_bytes(setup: Setup) -> int:
             needed += SEARCH * out * width
         solver = max(solver, needed)
     return taken + solver
-
-
-def probe_bytes(setup: Setup) -> int:
-    """The inputs of all layers of a block, and the gradients of their outputs."""
-    return round(2 * FLOAT * max(setup.activation_values(setup.probe_tokens)))
 
 
 def forward_bytes(setup: Setup) -> int:

@@ -2,13 +2,12 @@
 within a size.
 """
 
-import dataclasses
 import logging
 import math
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from transformers import PreTrainedModel
@@ -32,7 +31,7 @@ from hasslefree.models.rules import Matrix, Selection, select_ends, select_sites
 from hasslefree.models.unloaded import copied_bytes
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.recipe.engines import ENGINES, GROUP, fused_apart, type_like
-from hasslefree.recipe.resolve import FIXED_FROM, Resolved
+from hasslefree.recipe.resolve import FIXED_FROM, Resolved, resolve
 from hasslefree.solve.methods import with_grid
 from hasslefree.units import Size
 
@@ -57,8 +56,8 @@ class LayerPlan(LayerSpec):
         dtype: of the model.
     """
 
-    kept: Pattern = dataclasses.field(kw_only=True)
-    dtype: torch.dtype = dataclasses.field(kw_only=True)
+    kept: Pattern = field(kw_only=True)
+    dtype: torch.dtype = field(kw_only=True)
 
     @classmethod
     def of(
@@ -77,8 +76,7 @@ class LayerPlan(LayerSpec):
     @property
     def spec(self) -> LayerSpec:
         """The same without what plans alone have."""
-        fields = dataclasses.fields(LayerSpec)
-        return LayerSpec(**{field.name: getattr(self, field.name) for field in fields})
+        return LayerSpec(**{part.name: getattr(self, part.name) for part in fields(LayerSpec)})
 
     def like(self, spec: LayerSpec) -> "LayerPlan":
         """The plan of the same weight with the numbers of a spec."""
@@ -117,7 +115,7 @@ class Plan:
     """
 
     blocks: list[dict[str, LayerPlan]]
-    ends: dict[str, LayerPlan] = dataclasses.field(default_factory=dict)
+    ends: dict[str, LayerPlan] = field(default_factory=dict)
 
     @property
     def layers(self) -> list[LayerPlan]:
@@ -333,14 +331,14 @@ def fitted_grid(grid: Grid | None, resolved: Resolved, width: int) -> Grid | Non
         groups = ENGINES[resolved.engine].groups
     for group in groups:
         if width % group == 0:
-            return dataclasses.replace(grid, group=group)
+            return replace(grid, group=group)
     return grid
 
 
 def with_rank(resolved: Resolved, rank: int) -> Resolved:
     """The recipe with another rank."""
-    budget = dataclasses.replace(resolved.budget, rank=rank)
-    return dataclasses.replace(resolved, budget=budget)
+    budget = replace(resolved.budget, rank=rank)
+    return replace(resolved, budget=budget)
 
 
 def make_plan(selection: Selection, resolved: Resolved, rank: int | None = None) -> Plan:
@@ -384,7 +382,8 @@ def select_and_plan(model: torch.nn.Module, resolved: Resolved) -> tuple[Resolve
     blocks = find_blocks(model)
     selection = select(blocks, resolved)
     plan = plan_of(model, selection, resolved)
-    if not resolved.size or not all(is_at_highest_rate(layer) for layer in plan.layers):
+    highest = (layer.grid is not None and layer.grid.rate == RATES[-1] for layer in plan.layers)
+    if not resolved.size or not all(highest):
         return resolved, selection, plan
     unfilled = (
         f"entropy-coded codes take at most {RATES[-1]} bits a weight, which is less than the size"
@@ -397,14 +396,9 @@ def select_and_plan(model: torch.nn.Module, resolved: Resolved) -> tuple[Resolve
         )
         return resolved, selection, plan
     logger.info("%s: coding fixed is used, which has up to %d bits", unfilled, BITS[-1])
-    resolved = resolved.with_fixed_codes()
+    resolved = resolve(replace(resolved, coding="fixed"), with_text=False)
     selection = select(blocks, resolved)
     return resolved, selection, plan_of(model, selection, resolved)
-
-
-def is_at_highest_rate(layer: LayerPlan) -> bool:
-    """Say whether a layer has the most bits that entropy coding offers."""
-    return layer.grid is not None and layer.grid.rate == RATES[-1]
 
 
 def uniform_plans(model: torch.nn.Module, selection: Selection, resolved: Resolved) -> list[Plan]:
@@ -414,7 +408,7 @@ def uniform_plans(model: torch.nn.Module, selection: Selection, resolved: Resolv
     """
     least: list[tuple[Resolved, Plan]] = []
     for grid in resolved.grids or (None,):
-        on_grid = dataclasses.replace(resolved, solver=with_grid(resolved.solver, grid))
+        on_grid = replace(resolved, solver=with_grid(resolved.solver, grid))
         least.append((on_grid, make_plan(selection, on_grid, resolved.fixed_rank or 0)))
     room = layer_room(model, least[0][1], resolved)
     plans: list[Plan] = []

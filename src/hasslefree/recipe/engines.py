@@ -18,6 +18,7 @@ grids of their own (`K_TYPES`). MLX has no whole zeros: the bias that takes thei
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 
 from hasslefree.core.grids import BITS, Grid
 from hasslefree.errors import GridError, option
@@ -121,17 +122,18 @@ class Engine:
     """The grids of S that a program can hold.
 
     Args:
-        bits: the bits of a code, for each kind of grid that the engine holds. A recipe that leaves
-            the kind open gets the first one.
+        kinds: the kinds of grids that the engine holds. A recipe that leaves the kind open gets the
+            first one.
         groups: the group sizes of the engine, the largest first.
         group: the group size of a recipe that leaves it open.
         multiples: scales may be multiples of a unit of their row.
         embeddings: the engine holds embeddings and heads in codes too.
-        blocked: grids with blocks that the engine holds.
+        blocked: the grids with blocks that the engine holds. Its other grids are those of block
+            types (`block_of`); without blocks, it holds all bits.
         fuses: the engine multiplies the layers of `FUSED` as one.
     """
 
-    bits: Mapping[str, tuple[int, ...]]
+    kinds: tuple[str, ...]
     groups: tuple[int, ...]
     group: int = 64
     multiples: bool = False
@@ -147,8 +149,10 @@ class Engine:
             return grid in self.blocked
         if grid.scale_bits is not None and not self.multiples:
             return False
+        if self.blocked and block_of(grid) is None:
+            return False
         whole_groups = grid.group is None or grid.group % GROUP == 0
-        return whole_groups and grid.bits in self.bits.get(kind_of(grid), ())
+        return whole_groups and kind_of(grid) in self.kinds
 
     def group_for(self, grid: Grid, width: int) -> int:
         """The largest group size of the engine that divides the groups of a grid in rows of `width`
@@ -157,27 +161,15 @@ class Engine:
         return next(size for size in self.groups if (grid.group or width) % size == 0)
 
 
-def _llama_cpp_bits(kind: str) -> tuple[int, ...]:
-    return tuple(bits for bits in BITS if block_of(grid_of_kind(kind, bits)))
-
-
 ENGINES = {
     "transformers": Engine(
-        {OFFSET: BITS, WHOLE_ZERO: BITS, SYMMETRIC: BITS},
-        (256, 128, 64, 32),
-        group=32,
-        multiples=True,
+        (OFFSET, WHOLE_ZERO, SYMMETRIC), (256, 128, 64, 32), group=32, multiples=True
     ),
     "llama.cpp": Engine(
-        {kind: _llama_cpp_bits(kind) for kind in (OFFSET, SYMMETRIC, WHOLE_ZERO)},
-        (32,),
-        group=32,
-        blocked=tuple(K_TYPES.values()),
+        (OFFSET, SYMMETRIC, WHOLE_ZERO), (32,), group=32, blocked=tuple(K_TYPES.values())
     ),
-    "mlx": Engine({OFFSET: BITS, SYMMETRIC: BITS}, (128, 64, 32)),
-    "vllm": Engine(
-        {WHOLE_ZERO: BITS, SYMMETRIC: BITS}, (128, 64, 32), embeddings=False, fuses=True
-    ),
+    "mlx": Engine((OFFSET, SYMMETRIC), (128, 64, 32)),
+    "vllm": Engine((WHOLE_ZERO, SYMMETRIC), (128, 64, 32), embeddings=False, fuses=True),
 }
 
 
@@ -230,7 +222,7 @@ def grid_for(
     """
     engine = ENGINES[name]
     size = engine.group if group is None else group
-    for kind in engine.bits:
+    for kind in engine.kinds:
         grid = grid_of_kind(kind, bits or 4, size or None)
         suits = symmetric in (None, grid.symmetric) and offset in (None, grid.offset)
         if suits and engine.holds(grid):
@@ -261,7 +253,9 @@ def _changes(engine: Engine, grid: Grid) -> list[str]:
     if grid.rate is not None:
         return [f"leave out {option('coding', 'entropy')}"]
     kind = kind_of(grid)
-    to_kind, to_bits = _nearest(engine, kind, grid.bits)
+    # Two bits more or less weigh more than another kind.
+    held = (pair for pair in product(engine.kinds, BITS) if engine.holds(grid_of_kind(*pair)))
+    to_kind, to_bits = min(held, key=lambda to: (to[0] != kind) + 2 * abs(to[1] - grid.bits))
     settings = []
     if to_bits != grid.bits:
         settings.append(option("bits", to_bits))
@@ -275,15 +269,3 @@ def _changes(engine: Engine, grid: Grid) -> list[str]:
     if grid.scale_bits is not None and not engine.multiples:
         changes.append(f"leave out {option('scale_bits', grid.scale_bits)}")
     return changes
-
-
-def _nearest(
-    engine: Engine,
-    kind: str,
-    bits: int,
-) -> tuple[str, int]:
-    """The kind and the bits of an engine that are nearest to those of a grid; two bits more or less
-    weigh more than another kind.
-    """
-    held = [(to_kind, to_bits) for to_kind, widths in engine.bits.items() for to_bits in widths]
-    return min(held, key=lambda pair: (pair[0] != kind) + 2 * abs(pair[1] - bits))

@@ -1,7 +1,7 @@
 """How the fields of a recipe combine: every default is filled in, and every conflict is named."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,13 +104,9 @@ class Resolved(Fields):
         grid = self.solver.grid
         if grid is None:
             return ()
-        if self.in_types:
-            return WIDE_TYPES
-        if grid.rate is not None:
-            rates = RATES if self.bits is None else (grid.rate,)
-            return tuple(Grid.entropy_coded(rate) for rate in rates)
-        widths = BITS if self.bits is None else (self.bits,)
-        return self._held(dataclasses.replace(grid, bits=bits) for bits in widths)
+        if self.bits is not None:
+            return (grid,)
+        return self._grids_like(grid)
 
     @property
     def in_types(self) -> bool:
@@ -122,20 +118,26 @@ class Resolved(Fields):
     @property
     def end_grids(self) -> tuple[Grid, ...]:
         """The grids that embedding and head may get, by rising bits; empty if they stay dense."""
+        grid = self.solver.grid
         if self.embedding_bits is not None:
-            return (end_grid(self, self.solver.grid, self.embedding_bits),)
-        if self.size is None or self.solver.grid is None:
+            return (end_grid(self, grid, self.embedding_bits),)
+        if self.size is None or grid is None:
             return ()
-        if self.in_types:
-            return WIDE_TYPES
         if self.engine is not None and not ENGINES[self.engine].embeddings:
             return ()
-        if self.solver.grid.rate is not None:
-            return tuple(map(Grid.entropy_coded, RATES))
-        return self._held(end_grid(self, self.solver.grid, bits) for bits in BITS)
+        if grid.rate is None:
+            grid = end_grid(self, grid, grid.bits)
+        return self._grids_like(grid)
 
-    def _held(self, grids: Iterable[Grid]) -> tuple[Grid, ...]:
-        """Those of the grids that the engine holds; all without an engine."""
+    def _grids_like(self, grid: Grid) -> tuple[Grid, ...]:
+        """The grids of this kind with any bits, by rising bits: types of llama.cpp, rates, or those
+        that the engine holds.
+        """
+        if self.in_types:
+            return WIDE_TYPES
+        if grid.rate is not None:
+            return tuple(map(Grid.entropy_coded, RATES))
+        grids = [dataclasses.replace(grid, bits=bits) for bits in BITS]
         if self.engine is None:
             return tuple(grids)
         return tuple(filter(ENGINES[self.engine].holds, grids))
@@ -165,11 +167,6 @@ class Resolved(Fields):
         if self.size or not self.fixed_rank:
             return self.fixed_rank
         return None
-
-    def with_fixed_codes(self) -> "Resolved":
-        """The same with codes of one length."""
-        fields = {name: getattr(self, name) for name in NAMES}
-        return resolve(Fields(**fields | {"coding": "fixed"}), with_text=False)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields of the recipe, for JSON."""
@@ -299,22 +296,14 @@ def method_defaults(recipe: Fields) -> dict[str, Any]:
     budgets = (recipe.size, recipe.ratio)
     if recipe.bits is not None and recipe.pattern == "dense" and budgets == (None, None):
         defaults["rank"] = 0
-    if recipe.coding == "entropy":
+    if recipe.coding == "entropy" or recipe.pattern != "dense":
         return defaults
-    if recipe.pattern == "dense" and not recipe.symmetric:
+    if not recipe.symmetric:
         defaults["offset"] = True
-    if recipe.pattern == "dense" and has_small_scales(recipe):
+    holds_small_scales = recipe.engine is None or ENGINES[recipe.engine].multiples
+    if holds_small_scales and recipe.group_size != 0:  # a row has several scales
         defaults["scale_bits"] = SMALL_SCALES
     return defaults
-
-
-def has_small_scales(recipe: Fields) -> bool:
-    """Say whether scales have few bits by default: there are several in a row, and the engine holds
-    such scales.
-    """
-    if recipe.group_size == 0:
-        return False
-    return recipe.engine is None or ENGINES[recipe.engine].multiples
 
 
 def engine_defaults(recipe: Fields) -> dict[str, Any]:
@@ -502,7 +491,7 @@ def engine_problems(
             " there: use dense",
         )
     elif refused := refusal(engine, grid):
-        yield Problem(("engine", *GRIDS[2:]), refused)
+        yield Problem(("engine", *OF_GRID), refused)
 
 
 def size_problems(recipe: Fields, size: str) -> Iterator[Problem]:
