@@ -130,7 +130,8 @@ class Command(UntypedSwitches, TyperCommand):
                 repeated.append(len(words))
                 words.append(flag)
             words.append(argument)
-        given, _, _ = self.make_parser(ctx).parse_args(list(words))
+        # `invoke` names the command in an error of the parser.
+        given, _, _ = ctx.invoke(self.make_parser(ctx).parse_args, list(words))
         for parameter in self.params:
             if parameter.required and not isinstance(given.get(parameter.name), str) and repeated:
                 del words[repeated.pop()]

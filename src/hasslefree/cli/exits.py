@@ -56,10 +56,10 @@ def usage_sentence(error: Any) -> str:
         cause = error.message.rstrip(".") + "".join(f". Did you mean {name}?" for name in close)
     cause = escaped(cause).rstrip(".")
     context = error.ctx
-    path = context.command_path
     end = "" if cause.endswith("?") else "."
-    if context.parent is None:
-        return f"{cause}{end} `{path} --help` lists the commands"
+    if context is None or context.parent is None:
+        return f"{cause}{end} `hasslefree --help` lists the commands"
+    path = context.command_path
     words = [path]
     for parameter in context.command.params:
         if parameter.param_type_name == "argument":
