@@ -11,15 +11,15 @@ from decimal import Decimal
 from typing import Any
 
 from rich import box
-from rich.filesize import decimal as size
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
 from hasslefree.errors import BudgetError, option
 from hasslefree.escaping import escaped
 
-__all__ = ["FLOAT", "Size", "duration", "significant", "size", "span", "table"]
-
+# A number of bytes in words, such as 1.5 GB.
+size = decimal
 # Bytes of a float32 number.
 FLOAT = 4
 

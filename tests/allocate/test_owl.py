@@ -53,11 +53,6 @@ def test_what_cannot_be_saved_is_an_error(ratio, shares):
         owl_ratios(shares, ratio, [1] * len(shares))
 
 
-def test_a_block_without_layers_is_an_error():
-    with pytest.raises(BudgetError, match="at least one layer"):
-        outlier_share([])
-
-
 def test_a_block_that_stays_dense_is_left_out(tmp_path):
     """Oracle: the sparsity asked for, of the only other block."""
     recipe = Recipe(

@@ -79,12 +79,7 @@ def outlier_share(layers: Sequence[tuple[Tensor, Tensor]]) -> float:
         layers: W, (out, in), and diag H, (in,), of each linear layer of a block. ‖X_j‖² is the
             number of tokens times H_jj, and that number cancels. The mean is over the entries of
             all layers.
-
-    Raises:
-        BudgetError: there are no layers.
     """
-    if not layers:
-        raise BudgetError("outliers are counted over at least one layer, and none was given")
     scores = [weight.abs() * diagonal.sqrt() for weight, diagonal in layers]
     count = sum(score.numel() for score in scores)
     mean = sum(score.sum(dtype=torch.float64).item() for score in scores) / count

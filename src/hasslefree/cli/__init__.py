@@ -17,8 +17,11 @@ from hasslefree.cli.exits import report
 def run_app() -> None:
     """Run the command line; whatever ends it becomes a sentence and an exit code."""
     register_post_import_hook(_quiet_transformers, "transformers.utils.logging")
-    register_post_import_hook(_quiet_hub, "huggingface_hub.utils.logging")
-    register_post_import_hook(_quiet_datasets, "datasets")
+    # If the hub is out of reach, the error at the end is shown, and not every retry.
+    register_post_import_hook(
+        lambda logging: logging.set_verbosity_error(), "huggingface_hub.utils.logging"
+    )
+    register_post_import_hook(lambda datasets: datasets.disable_progress_bars(), "datasets")
     _accept_any_text()
     root: Any = typer.main.get_command(app)
     try:
@@ -43,14 +46,4 @@ def _accept_any_text() -> None:
 def _quiet_transformers(logging: Any) -> None:
     """Leave progress to the package's own bars, and show only errors."""
     logging.disable_progress_bar()
-    logging.set_verbosity_error()
-
-
-def _quiet_datasets(datasets: Any) -> None:
-    """Leave progress to the package's own bars."""
-    datasets.disable_progress_bars()
-
-
-def _quiet_hub(logging: Any) -> None:
-    """If the hub is out of reach, show the error at the end, and not every retry."""
     logging.set_verbosity_error()

@@ -133,7 +133,6 @@ def with_recipe(command: Callable[..., None]) -> Callable[..., None]:
         if name != "recipe":
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
     wrapped.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return wrapped
 
 

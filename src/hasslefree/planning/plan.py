@@ -273,8 +273,9 @@ def plan_layer(blocks: Blocks, index: int, matrix: Matrix, resolved: Resolved) -
         pattern, rank = resolved.budget.resolve(*shape, unit)
         method.check(rank)
         method.check_pattern(pattern)
-        grid = fitted_grid(method.grid, resolved, shape[1])
+        grid = method.grid
         if grid is not None:
+            grid = fitted_grid(grid, resolved, shape[1])
             grid.check(shape, pattern)
     except HasslefreeError as error:
         raise error.within(f"{blocks.prefix(index)}.{matrix.name}") from None
@@ -284,7 +285,6 @@ def plan_layer(blocks: Blocks, index: int, matrix: Matrix, resolved: Resolved) -
 def plan_end(end: End, grid: Grid, resolved: Resolved) -> LayerPlan:
     """The plan of an embedding or a head on a grid. Raises a GridError if its groups do not fit."""
     fitted = fitted_grid(grid, resolved, end.shape[1])
-    assert fitted is not None
     fitted.check(end.shape)
     pattern, rank = Budget("dense", rank=0).resolve(*end.shape)
     return LayerPlan.of(end.shape, pattern, rank, end.dtype, fitted)
@@ -301,7 +301,7 @@ def plan_ends(selection: Selection, resolved: Resolved) -> dict[str, LayerPlan]:
     return plans
 
 
-def fitted_grid(grid: Grid | None, resolved: Resolved, width: int) -> Grid | None:
+def fitted_grid(grid: Grid, resolved: Resolved, width: int) -> Grid:
     """The grid for a weight with `width` inputs: the type of llama.cpp for them, or with another
     group if the default does not divide them.
 
@@ -310,8 +310,6 @@ def fitted_grid(grid: Grid | None, resolved: Resolved, width: int) -> Grid | Non
     Raises:
         GridError: the engine has no groups that fit.
     """
-    if grid is None:
-        return None
     if no_engine_group(width, resolved):
         raise GridError(
             f"{resolved.engine} needs a multiple of {GROUP} inputs, and the layer has {width};"
@@ -319,9 +317,7 @@ def fitted_grid(grid: Grid | None, resolved: Resolved, width: int) -> Grid | Non
         )
     if resolved.in_types:
         return type_like(grid, width)
-    if grid.group is None or width % grid.group == 0:
-        return grid
-    if not group_is_open(resolved):
+    if grid.group is None or width % grid.group == 0 or not group_is_open(resolved):
         return grid
     groups: Iterable[int] = (
         *range(grid.group, SMALLEST_GROUP - 1, -1),
