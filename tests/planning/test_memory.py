@@ -333,7 +333,7 @@ def test_what_prediction_matching_holds_counts_and_has_a_remedy(tmp_path, free, 
     """Oracle: the plan of the layers."""
     setup = planned(tmp_path / "model", TRAINED, storage="disk", num_hidden_layers=8)
     terms = estimate(setup).ram
-    assert terms[MASTERS] == 4 * 4 * sum(layer.parameters for layer in setup.layers)
+    assert terms[MASTERS] == 4 * 4 * sum(layer.parameters for layer in setup.plan.layers)
     assert terms[TRAINING] > setup.plan.size
     free(peak_without(setup, TRAINING, MASTERS, PREFETCH))
     with pytest.raises(MemoryShortError, match="it fits with match_predictions=0, which keeps one block in memory"):

@@ -127,8 +127,7 @@ def allocated(choices: Choices, room: int) -> Plan:
                 steps = ladder.scaled(choice.sensitivity)
                 ladders[key] = ladders[key] + steps if key in ladders else steps
     bottom = plan_after(choices, dict.fromkeys(ladders, 0))
-    least = bottom.size
-    return plan_after(choices, greedy_allocate(ladders, room - least))
+    return plan_after(choices, greedy_allocate(ladders, room - bottom.size))
 
 
 def plan_after(choices: Choices, steps: Mapping[tuple[int, str, str], int]) -> Plan:

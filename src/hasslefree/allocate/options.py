@@ -19,7 +19,7 @@ from hasslefree.core.patterns import KnownSupport, Unstructured
 from hasslefree.planning.plan import STEP as RANK_STEP
 from hasslefree.planning.plan import LayerPlan
 from hasslefree.recipe.engines import types_for
-from hasslefree.recipe.resolve import Resolved
+from hasslefree.recipe.resolve import Resolved, takes_types
 
 # A layer keeps at least this share of its uniform rank and non-zeros, and gets at most this.
 LEAST = 0.5
@@ -363,7 +363,7 @@ def grids_like(plan: LayerPlan, grids: Sequence[Grid], resolved: Resolved) -> li
     """The grids that a matrix may get: some grids, with its group, which may be smaller than that
     of others; or the types of llama.cpp for its rows.
     """
-    if resolved.in_types:
+    if takes_types(resolved):
         return list(types_for(plan.shape[1]))
     assert plan.grid is not None
     return [replace(grid, group=plan.grid.group) for grid in grids]

@@ -377,10 +377,7 @@ def block_sensitivities(
             if gradients is not None:
                 divergences[name] = divergence
     mean = sum(divergences.values()) / max(len(divergences), 1)
-    measured: dict[str, tuple[T, float]] = {}
-    for name in plans:
-        measured[name] = (inspected[name], divergences.get(name, mean))
-    return measured
+    return {name: (inspected[name], divergences.get(name, mean)) for name in plans}
 
 
 class Recording:

@@ -3,10 +3,9 @@
 It is a sum of a few named terms, from shapes alone. Every term is an upper bound.
 """
 
-import dataclasses
 import logging
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -191,7 +190,7 @@ def ends_bytes(setup: Setup) -> int:
     for end in setup.plan.ends.values():
         out, width = end.shape
         taken += end.size + 2 * end.dense_size
-        needed = workspace(setup, dataclasses.replace(end, shape=(min(ROWS, out), width)))
+        needed = workspace(setup, replace(end, shape=(min(ROWS, out), width)))
         if end.grid is not None and end.grid.rate is not None:
             needed += SEARCH * out * width
         solver = max(solver, needed)
@@ -203,7 +202,7 @@ def forward_bytes(setup: Setup) -> int:
     tokens = setup.text_tokens
     if not setup.at_once:
         tokens = min(tokens, max(setup.seqlen, BATCH))
-    widest = max(max(layer.shape) for layer in setup.layers)
+    widest = max(max(layer.shape) for layer in setup.plan.layers)
     return FORWARD * FLOAT * widest * tokens
 
 
@@ -213,12 +212,12 @@ def solver_bytes(setup: Setup, forward: int) -> int:
     Args:
         forward: bytes of the pass.
     """
-    widest = max(layer.shape[1] for layer in setup.layers)
+    widest = max(layer.shape[1] for layer in setup.plan.layers)
     most = 0
     for plans in setup.plan.blocks:
         most = max(most, sum(sums_bytes(layer.shape[1]) for layer in plans.values()))
     most = min(most, max(room_for_sums(setup.device), sums_bytes(widest)))
-    solver = max(workspace(setup, layer) for layer in setup.layers) + most // 3
+    solver = max(workspace(setup, layer) for layer in setup.plan.layers) + most // 3
     if setup.device.type == "cpu":
         solver = round(HEAP * solver)
     return forward + max(most, solver)
@@ -242,7 +241,7 @@ def training_bytes(setup: Setup) -> int:
     numbers = len(setup.plan.blocks) * tokens * setup.state_width
     if in_one_pass(sum(values), setup.device):
         numbers += round(sum(values)) + 2 * setup.trained  # with its gradients
-        for layer in setup.layers:
+        for layer in setup.plan.layers:
             # S + u v, and the steps of a grid, for the gradients of its scales.
             numbers += layer.dense_parameters * (2 if layer.grid else 1)
     else:
@@ -288,7 +287,7 @@ def check_memory(setup: Setup) -> bool:
 
 def remedy(footprint: Footprint) -> str:
     """What to change in a compression that does not fit in memory."""
-    in_ram = dataclasses.replace(footprint.setup, storage="cpu")
+    in_ram = replace(footprint.setup, storage="cpu")
     if estimate(in_ram).without(PREFETCH).fits:
         return f"it fits with {option('activations', 'cpu')}"
     for options, names in REMEDIES.items():

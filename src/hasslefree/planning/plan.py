@@ -31,7 +31,7 @@ from hasslefree.models.rules import Matrix, Selection, select_ends, select_sites
 from hasslefree.models.unloaded import copied_bytes
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.recipe.engines import ENGINES, GROUP, fused_apart, type_like
-from hasslefree.recipe.resolve import FIXED_FROM, Resolved, resolve
+from hasslefree.recipe.resolve import FIXED_FROM, Resolved, resolve, takes_types
 from hasslefree.solve.methods import with_grid
 from hasslefree.units import Size
 
@@ -315,7 +315,7 @@ def fitted_grid(grid: Grid, resolved: Resolved, width: int) -> Grid:
             f"{resolved.engine} needs a multiple of {GROUP} inputs, and the layer has {width};"
             f" leave out {option('engine')}"
         )
-    if resolved.in_types:
+    if takes_types(resolved):
         return type_like(grid, width)
     if grid.group is None or width % grid.group == 0 or not group_is_open(resolved):
         return grid

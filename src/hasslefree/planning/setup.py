@@ -13,7 +13,7 @@ from hasslefree.models.calibrate import activation_values, probes
 from hasslefree.models.experts import split_experts
 from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqlen
 from hasslefree.planning.machine import in_one_pass
-from hasslefree.planning.plan import LayerPlan, Plan, select_and_plan
+from hasslefree.planning.plan import Plan, select_and_plan
 from hasslefree.planning.schedule import segments_for, segments_held_out
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolve import Resolved
@@ -42,11 +42,6 @@ class Setup:
     width: int | None = None
 
     @property
-    def layers(self) -> list[LayerPlan]:
-        """The layers in the blocks."""
-        return self.plan.layers
-
-    @property
     def model_bytes(self) -> int:
         """Bytes of the dense model."""
         return sum(parameter.nbytes for parameter in self.model.parameters())
@@ -54,7 +49,7 @@ class Setup:
     @property
     def trained(self) -> int:
         """Trainable numbers of all layers."""
-        return sum(layer.trained for layer in self.layers)
+        return sum(layer.trained for layer in self.plan.layers)
 
     @property
     def embeddings(self) -> Any:

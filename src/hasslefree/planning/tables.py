@@ -62,33 +62,31 @@ def plan_summary(setup: Setup) -> dict[str, Any]:
 def bytes_to_run(setup: Setup) -> int:
     """The weights of the result in memory: codes of S as its kernel holds them, and everything
     else as in the file.
+
+    In bfloat16, codes are as torch's operators read them, those of pruned entries too; otherwise
+    entropy-coded ones take a byte each, and the others are as in the file.
     """
+    device = setup.device.type
     held = weights_on_disk(setup.model, setup.plan) - copied_bytes(setup.model)
     for matrix in setup.plan.matrices:
-        codes = bytes_of_codes(matrix, setup.device.type)
-        if codes is not None:
-            shape, _ = matrix.sparse_tensors()["weight_packed"]
-            held += codes - math.prod(shape) * torch.int32.itemsize
+        grid = matrix.grid
+        if grid is None:
+            continue
+        out, width = matrix.shape
+        nibbles = None
+        if matrix.dtype == torch.bfloat16:
+            nibbles = Nibbles.fitting(grid.bits, grid.group or width, device)
+        if int8.obstacle(device, matrix.dtype, grid, matrix.shape) is None:
+            codes = int8.bytes_of(out, width)
+        elif nibbles is not None:
+            codes = nibbles.bytes(out, width)
+        elif grid.rate is not None:
+            codes = out * width
+        else:
+            continue
+        shape, _ = matrix.sparse_tensors()["weight_packed"]
+        held += codes - math.prod(shape) * torch.int32.itemsize
     return held
-
-
-def bytes_of_codes(matrix: LayerPlan, device: str) -> int | None:
-    """The bytes of the codes of a matrix in memory: in bfloat16 as torch's operators read them,
-    those of pruned entries too; otherwise a byte each if they are entropy-coded. None if they are
-    as in the file.
-    """
-    grid = matrix.grid
-    if grid is None:
-        return None
-    out, width = matrix.shape
-    if int8.obstacle(device, matrix.dtype, grid, matrix.shape) is None:
-        return int8.bytes_of(out, width)
-    nibbles = None
-    if matrix.dtype == torch.bfloat16:
-        nibbles = Nibbles.fitting(grid.bits, grid.group or width, device)
-    if nibbles is not None:
-        return nibbles.bytes(out, width)
-    return None if grid.rate is None else out * width
 
 
 def layer_rows(setup: Setup) -> list[dict[str, Any]]:

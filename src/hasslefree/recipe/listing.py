@@ -93,15 +93,14 @@ def settings(part: Any, prefix: str = "") -> Iterator[tuple[str, Any, str | None
         if setting.endswith("grid.group"):
             option = "group_size"
         flag = f"--{option.replace('_', '-')}" if option in NAMES else None
-        if not is_dataclass(value):
-            yield setting, value, flag
-            continue
-        yield (
-            setting,
-            str(value) if isinstance(value, Grid) else names.get(value, type(value).__name__),
-            flag,
-        )
-        yield from settings(value, f"{setting}.")
+        shown = value
+        if isinstance(value, Grid):
+            shown = str(value)
+        elif is_dataclass(value):
+            shown = names.get(value, type(value).__name__)
+        yield setting, shown, flag
+        if is_dataclass(value):
+            yield from settings(value, f"{setting}.")
 
 
 def describe_plug_in(name: str) -> tuple[dict[str, Any], Group]:

@@ -1,8 +1,7 @@
 """How the fields of a recipe combine: every default is filled in, and every conflict is named."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hasslefree.core.budgets import Budget
@@ -100,20 +99,15 @@ class Resolved(Fields):
 
     @property
     def grids(self) -> tuple[Grid, ...]:
-        """The grids that a layer may get, by rising bits; empty if S is not quantised."""
+        """The grids that a layer may get, by rising bits; empty if S is not quantised. Types of
+        llama.cpp are those for rows that BLOCK divides.
+        """
         grid = self.solver.grid
         if grid is None:
             return ()
         if self.bits is not None:
             return (grid,)
         return self._grids_like(grid)
-
-    @property
-    def in_types(self) -> bool:
-        """True if each layer gets one of llama.cpp's own types; `grids` are then those for rows
-        that BLOCK divides.
-        """
-        return takes_types(self)
 
     @property
     def end_grids(self) -> tuple[Grid, ...]:
@@ -133,11 +127,11 @@ class Resolved(Fields):
         """The grids of this kind with any bits, by rising bits: types of llama.cpp, rates, or those
         that the engine holds.
         """
-        if self.in_types:
+        if takes_types(self):
             return WIDE_TYPES
         if grid.rate is not None:
             return tuple(map(Grid.entropy_coded, RATES))
-        grids = [dataclasses.replace(grid, bits=bits) for bits in BITS]
+        grids = [replace(grid, bits=bits) for bits in BITS]
         if self.engine is None:
             return tuple(grids)
         return tuple(filter(ENGINES[self.engine].holds, grids))
@@ -219,13 +213,13 @@ def with_defaults(recipe: Fields) -> Fields:
     }
     for name, default in openings.items():
         if getattr(recipe, name) is None:
-            recipe = dataclasses.replace(recipe, **{name: default(recipe)})
+            recipe = replace(recipe, **{name: default(recipe)})
     effort = effort_defaults(recipe)
     method = method_defaults(recipe)
     engine = engine_defaults(recipe)
     size = size_defaults(recipe)
     given = {name: value for name, value in vars(recipe).items() if value is not None}
-    return dataclasses.replace(recipe, **effort | method | engine | size | given)
+    return replace(recipe, **effort | method | engine | size | given)
 
 
 def default_size(recipe: Fields) -> str | None:
@@ -522,7 +516,7 @@ def end_grid(recipe: Fields, grid: Grid | None, bits: int) -> Grid:
     if grid is not None and grid.rate is not None:
         return grid.with_bits(bits)
     symmetric = bool(recipe.symmetric)
-    return dataclasses.replace(grid or Grid(), bits=bits, symmetric=symmetric, offset=not symmetric)
+    return replace(grid or Grid(), bits=bits, symmetric=symmetric, offset=not symmetric)
 
 
 def embedding_problems(recipe: Fields, bits: int, grid: Grid | None) -> Iterator[Problem]:
