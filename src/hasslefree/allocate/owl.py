@@ -46,11 +46,16 @@ def by_outliers(
             shares[visit.index] = block_outliers(visit, plans, hidden, world)
             sizes.append(sum(layer.dense_parameters for layer in plans.values()))
     budget = resolved.budget
-    field = "sparsity" if budget.ratio is None else "ratio"
-    ratios = owl_ratios(list(shares.values()), getattr(budget, field), sizes)
+    mean = budget.sparsity if budget.ratio is None else budget.ratio
+    assert mean is not None
+    ratios = owl_ratios(list(shares.values()), mean, sizes)
     allocated: list[dict[str, LayerPlan]] = [{} for _ in plan.blocks]
     for index, ratio in zip(shares, ratios, strict=True):
-        changed = replace(resolved, budget=replace(budget, **{field: ratio}))
+        if budget.ratio is None:
+            change = replace(budget, sparsity=ratio)
+        else:
+            change = replace(budget, ratio=ratio)
+        changed = replace(resolved, budget=change)
         for name, layer in plan.blocks[index].items():
             matrix = Matrix(name, layer.shape, layer.dtype)
             allocated[index][name] = plan_layer(walk.blocks, index, matrix, changed)
