@@ -53,7 +53,7 @@ from harness.models import Measurement
 from harness.record import RESULTS, machine, resumed
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.sites import find_sites
-from hasslefree.pipeline.text import draw
+from hasslefree.pipeline.text import read_texts
 from off_grid import RECORD
 
 
@@ -211,7 +211,8 @@ def rival_row(measurement: Measurement, spec: Spec, programs: Programs) -> dict[
         for index, block in enumerate(blocks.modules)
         for name, site in find_sites(block).items()
     }
-    segments = draw(model, models.load_tokenizer(measurement.model), measurement.recipe())
+    tokenizer = models.load_tokenizer(measurement.model)
+    segments = read_texts(model, tokenizer, measurement.recipe(), model.device).draw()
     request = {"settings": spec.settings, "segments": segments.tolist(), "layers": weights}
     with tempfile.TemporaryDirectory() as work:
         script = [programs.interpreters[str(spec.program)], str(HARNESS / "rivals.py")]
@@ -234,7 +235,8 @@ def llama_row(measurement: Measurement, spec: Spec, program: LlamaCpp) -> dict[s
     """Quantise with llama.cpp, and measure what its file holds."""
     torch.set_num_threads(1)
     model: Any = models.loaded(measurement.model, "float32")
-    segments = draw(model, models.load_tokenizer(measurement.model), measurement.recipe())
+    tokenizer = models.load_tokenizer(measurement.model)
+    segments = read_texts(model, tokenizer, measurement.recipe(), model.device).draw()
     found = {"source": real_model.source(), "processor": machine()["processor"]}
     found |= llama.row(program, measurement.model, model, segments, spec.settings["type"], spec.settings["matrix"])
     return found | {"perplexity": models.rounded(measurement.perplexities(model))}

@@ -40,7 +40,7 @@ from harness.models import Measurement
 from harness.record import RESULTS, machine, resumed
 from hasslefree.allocate.allocation import Allocation
 from hasslefree.pipeline.job import Job
-from hasslefree.pipeline.text import draw, read_texts
+from hasslefree.pipeline.text import read_texts
 
 PARTS = ("Grams", "budgets", "training")
 # The name of a row → whether each part reads the mixture.
@@ -63,27 +63,25 @@ class Texts:
         model = models.loaded(measurement.model, "auto")
         tokenizer = models.load_tokenizer(measurement.model)
 
-        def segments(texts: list[str]) -> Tensor:
-            return draw(model, tokenizer, measurement.recipe(calibration=texts))
+        def read(texts: list[str]) -> Any:
+            return read_texts(model, tokenizer, measurement.recipe(calibration=texts), model.device)
 
         pipeline: Any = importlib.import_module("hasslefree.pipeline.compress")  # the package names its function so
         by_sensitivity, matching_text = pipeline.by_sensitivity, pipeline.matching_text
 
         def budgets(walk: Any, plan: Any, resolved: Any, room: int, own: Tensor, world: Any) -> Allocation:
-            found: Allocation = by_sensitivity(walk, plan, resolved, room, segments(self.budgets).to(own.device), world)
+            found: Allocation = by_sensitivity(
+                walk, plan, resolved, room, read(self.budgets).draw().to(own.device), world
+            )
             return found
 
         def training(job: Job) -> Tensor | None:
-            resolved = dataclasses.replace(job.resolved, calibration=self.training)
-            read = read_texts(model, tokenizer, measurement.recipe(calibration=self.training), job.device)
-            found: Tensor | None = matching_text(
-                dataclasses.replace(job, resolved=resolved, tokenizer=tokenizer, texts=read)
-            )
+            found: Tensor | None = matching_text(dataclasses.replace(job, texts=read(self.training)))
             return found
 
         with mock.patch.multiple(pipeline, by_sensitivity=budgets, matching_text=training):
             return hasslefree.compress(
-                measurement.model, out, measurement.recipe(**fields), segments=segments(self.grams)
+                measurement.model, out, measurement.recipe(**fields), segments=read(self.grams).draw()
             )
 
 

@@ -68,7 +68,7 @@ from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_shapes
 from hasslefree.models.walk import Walk
 from hasslefree.models.weights import Weights
-from hasslefree.pipeline.text import draw
+from hasslefree.pipeline.text import read_texts
 from hasslefree.progress import ALLOCATION, PROBES
 from hasslefree.solve.methods import METHODS
 from hasslefree.solve.methods.joint_on_grid import JointOnGrid
@@ -267,7 +267,8 @@ def sensitivity_row(measurement: Measurement, name: str, probes: int) -> dict[st
     recipe = measurement.recipe(**SENSITIVITY[name])
     if name == "exact":
         model = models.loaded(measurement.model)
-        segments = draw(model, models.load_tokenizer(measurement.model), recipe)[:probes]
+        tokenizer = models.load_tokenizer(measurement.model)
+        segments = read_texts(model, tokenizer, recipe, model.device).draw()[:probes]
         ProbedLayer.divergence = exact_divergence(model, segments)  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as scratch:
         report = hasslefree.compress(measurement.model, f"{scratch}/out", recipe)
@@ -292,7 +293,7 @@ def run_sensitivity(args: argparse.Namespace) -> None:
 def run_energies(args: argparse.Namespace) -> None:
     model = models.loaded(args.model)
     recipe = hasslefree.Recipe(calibration=args.calibration, samples=args.samples, seqlen=args.seqlen, seed=args.seed)
-    segments = draw(model, models.load_tokenizer(args.model), recipe)
+    segments = read_texts(model, models.load_tokenizer(args.model), recipe, model.device).draw()
     walk = Walk.open(model, find_blocks(model), Weights(model, model.device), segments[:1])
     hidden, rows = walk.entering(segments), []
     for _ in walk.visits(hidden):

@@ -32,7 +32,7 @@ from hasslefree.core import shrinkage
 from hasslefree.core.protocols import Method
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.sites import find_sites
-from hasslefree.pipeline.text import draw
+from hasslefree.pipeline.text import read_texts
 
 SAMPLES = 64
 SEQLEN = 512
@@ -133,7 +133,7 @@ def main() -> None:
     args = parser.parse_args()
     model, tokenizer = models.loaded(args.model), models.load_tokenizer(args.model)
     calibration, text = (
-        draw(model, tokenizer, Recipe(calibration=file, samples=SAMPLES, seqlen=SEQLEN))
+        read_texts(model, tokenizer, Recipe(calibration=file, samples=SAMPLES, seqlen=SEQLEN), model.device).draw()
         for file in (args.calibration, args.text)
     )
     content = {"machine": machine(), "model": Path(args.model).name, "blocks": args.blocks, "bits": BITS, "seed": 0}

@@ -17,7 +17,7 @@ from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_model
 from hasslefree.models.sites import Site, find_sites
 from hasslefree.models.tokenizer import load_tokenizer
-from hasslefree.pipeline.text import draw
+from hasslefree.pipeline.text import read_texts
 from hasslefree.progress import SOLVING, Listener, Phases
 from hasslefree.report.content import short_names
 from hasslefree.solve.methods import METHODS
@@ -71,7 +71,7 @@ def layer_errors(
     if not 0 <= block < len(blocks):
         raise ModelError(f"{model} has blocks 0 to {len(blocks) - 1}, and no block {block}")
     sites = find_sites(blocks[block])
-    segments = draw(dense, load_tokenizer(model), recipe).to(dense.device)
+    segments = read_texts(dense, load_tokenizer(model), recipe, dense.device).draw().to(dense.device)
     grams = block_grams(dense, blocks[block], sites, segments)
     short = short_names(sites)
     errors: Errors = {method: dict((known or {}).get(method, {})) for method in methods}

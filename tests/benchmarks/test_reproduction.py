@@ -19,7 +19,7 @@ from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL
 from hasslefree.errors import CalibrationError, HasslefreeError, ModelError, RecipeError, TaskError, UnknownNameError
 from hasslefree.models.load import load_model
 from hasslefree.models.tokenizer import load_tokenizer
-from hasslefree.pipeline.text import draw
+from hasslefree.pipeline.text import read_texts
 from tests.tiny_models import gram_of
 
 pytestmark = pytest.mark.nightly
@@ -189,7 +189,7 @@ def test_figure_1_is_each_layer_on_the_gram_of_the_dense_model():
     recipe = SMALL.recipe("joint-2-4-rank-64.yaml")
     errors = layer_errors(str(MODEL), recipe, ("oats", "hassle-free, unscaled"), block=2, rounds=2)
     model = load_model(str(MODEL), "float32")
-    segments = draw(model, load_tokenizer(str(MODEL)), recipe)
+    segments = read_texts(model, load_tokenizer(str(MODEL)), recipe, model.device).draw()
     assert {method: len(layers) for method, layers in errors.items()} == {"oats": 7, "hassle-free, unscaled": 7}
     for name, layer in model.named_modules():
         if name.startswith("model.layers.2.") and isinstance(layer, torch.nn.Linear):

@@ -17,7 +17,7 @@ from hasslefree.errors import BudgetError, CalibrationError, MemoryShortError, M
 from hasslefree.models import precision
 from hasslefree.pipeline import compress as module
 from hasslefree.pipeline.inputs import token_ids
-from hasslefree.pipeline.text import draw, read_texts
+from hasslefree.pipeline.text import read_texts
 from hasslefree.recipe.resolve import with_defaults
 from hasslefree.texts.segments import draw_segments
 from hasslefree.texts.sources import calibration_documents
@@ -186,8 +186,7 @@ def test_the_calibration_segments_are_those_that_the_recipe_asks_for(tmp_path):
         recipe = Recipe(method="wanda", calibration=str(text), samples=3, seqlen=20, seed=seed)
         expected = draw_segments(documents, lambda t: words(t)["input_ids"], 3, 20, seed)
         model = build("llama")
-        texts = read_texts(model, words, recipe, model.device)
-        assert torch.equal(draw(model, words, recipe, texts), expected)
+        assert torch.equal(read_texts(model, words, recipe, model.device).draw(), expected)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.pipeline.self_text import beginning, written_segments
-from hasslefree.pipeline.text import draw, read_texts
+from hasslefree.pipeline.text import read_texts
 from tests.tiny_models import build, number_tokenizer, tensors_of
 
 SEQLEN = 16
@@ -30,7 +30,7 @@ def recipe(tmp_path):
 
 def drawn(recipe):
     model, tokenizer = build("llama"), number_tokenizer("<s> $A")
-    return draw(model, tokenizer, recipe, read_texts(model, tokenizer, recipe, model.device))
+    return read_texts(model, tokenizer, recipe, model.device).draw()
 
 
 def ids_read(model):

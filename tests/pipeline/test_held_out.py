@@ -6,7 +6,6 @@ import math
 import multiprocessing
 import os
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -258,10 +257,10 @@ def test_code_that_was_read_is_not_held_out(monkeypatch):
     """Oracle: every eight tokens of a text that holds the first of two modules of the library."""
     modules = [" ".join(map(str, range(start, start + 200))) for start in (0, 1000)]
     monkeypatch.setattr(held_out, "library_documents", lambda held_out: modules)
-    resolved = Recipe(rank=2, method="eora", calibration="self").resolve()
-    job = SimpleNamespace(tokenizer=Numbers(), resolved=dataclasses.replace(resolved, first_token=False))
+    recipe = Recipe(rank=2, method="eora", seqlen=SEQLEN, first_token=False)
+    texts = Texts(build("llama"), Numbers(), recipe, torch.device("cpu"), {"a.jsonl": 1.0}, {})
     used = torch.arange(200)[None, 4:].unfold(1, SEQLEN, SEQLEN)[0]
-    found = held_out.code_segments(job, Texts({"a.jsonl": 1.0}, {}), 10, used)
+    found = held_out.code_segments(texts, 10, used)
     assert len(found) == 10
     assert (found >= 1000).all()
 

@@ -13,7 +13,7 @@ from hasslefree.checkpoint.record import command_of, read_record
 from hasslefree.demo.run import MODEL
 from hasslefree.errors import CalibrationError, CheckpointError, ModelError
 from hasslefree.models.tokenizer import load_tokenizer
-from hasslefree.pipeline.text import another_part, draw, read_texts
+from hasslefree.pipeline.text import read_texts
 from hasslefree.texts.segments import draw_segments
 from hasslefree.texts.sources import calibration_documents
 from tests.tiny_models import build, number_tokenizer, segments
@@ -44,7 +44,7 @@ def drawn(recipe, tokenizer=None):
     model = build("llama")
     tokenizer = tokenizer or number_tokenizer()
     texts = read_texts(model, tokenizer, recipe, model.device)
-    return draw(model, tokenizer, recipe, texts), texts
+    return texts.draw(), texts
 
 
 def test_every_text_has_its_share_among_any_first_segments(files):
@@ -120,7 +120,7 @@ def test_rows_that_are_too_short_are_joined(template, separators, tmp_path):
     assert all(tuple(segment) in places for segment in found.tolist())
     assert len({tuple(segment) for segment in found.tolist()}) > 15
     assert found.equal(drawn(recipe, tokenizer)[0])
-    held_out = another_part(texts.documents[str(file)], tokenizer, recipe, 8, SEQLEN, None)
+    held_out = texts.another_part(texts.documents[str(file)], 8, None)
     assert len(held_out) == 8
 
 

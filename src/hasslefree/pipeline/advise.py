@@ -24,7 +24,7 @@ from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.models.weights import Weights
 from hasslefree.pipeline.inputs import check_segments, open_model, target_of
 from hasslefree.pipeline.preflight import preflight
-from hasslefree.pipeline.text import draw, read_texts
+from hasslefree.pipeline.text import read_texts
 from hasslefree.planning.advice import Advice
 from hasslefree.planning.duration import seconds_by_phase
 from hasslefree.planning.machine import memory_reused
@@ -91,7 +91,7 @@ def advise(
         dense = weights_on_disk(loaded, uniform[0]) - uniform[0].size
         tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
         texts = read_texts(loaded, tokenizer, resolved, target)
-        segments = draw(loaded, tokenizer, resolved, texts, phases, target).to(target)
+        segments = texts.draw(phases).to(target)
         check_segments(loaded, segments, ALONE)
         untrained = dataclasses.replace(resolved, match_predictions=0)
         samples, seqlen = segments.shape

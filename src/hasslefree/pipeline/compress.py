@@ -29,7 +29,7 @@ from hasslefree.pipeline.inputs import check_segments, open_model, target_of, to
 from hasslefree.pipeline.job import Job, PlannedModel
 from hasslefree.pipeline.metadata import configuration, described, recorded, write_rest
 from hasslefree.pipeline.preflight import preflight
-from hasslefree.pipeline.text import draw, read_texts
+from hasslefree.pipeline.text import read_texts
 from hasslefree.pipeline.training import matching_text, train_and_check
 from hasslefree.planning.duration import seconds_by_phase
 from hasslefree.planning.machine import local_processes, memory_reused
@@ -153,7 +153,7 @@ def compress(
         if segments is None:
             tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
             texts = read_texts(loaded, tokenizer, resolved, target)
-            segments = draw(loaded, tokenizer, resolved, texts, phases, target)
+            segments = texts.draw(phases)
         else:
             segments = token_ids(segments)
         check_segments(loaded, segments, world)
@@ -300,7 +300,7 @@ def run_dense_model(job: Job) -> tuple[Reference | None, Check | None]:
     check = None
     if job.resolved.check and job.texts is not None:
         used = job.segments if text is None else torch.cat([job.segments, text])
-        check = Check.of(job, job.texts, used)
+        check = Check.of(job.walk, job.texts, used)
     if text is None:
         return None, check
     local = job.world.share(text).to(job.device)

@@ -21,8 +21,7 @@ from hasslefree.models.precision import computing
 from hasslefree.models.probe import logits_of
 from hasslefree.models.walk import Visit, Walk
 from hasslefree.pipeline.inputs import check_segments
-from hasslefree.pipeline.job import Job
-from hasslefree.pipeline.text import Texts, another_part, more_text
+from hasslefree.pipeline.text import Texts
 from hasslefree.planning.schedule import HELD_OUT_ROWS, segments_held_out
 from hasslefree.progress import CHECK, Phase
 from hasslefree.texts.python import PYTHON, library_documents
@@ -52,7 +51,7 @@ class Check:
         self.compressed = self.dense.copy()
 
     @classmethod
-    def of(cls, job: Job, texts: Texts, used: Tensor) -> Self | None:
+    def of(cls, walk: Walk, texts: Texts, used: Tensor) -> Self | None:
         """Hold out a part of the texts of a run.
 
         Args:
@@ -61,17 +60,14 @@ class Check:
         Returns:
             None, with a warning, if the text holds nothing else.
         """
-        seqlen = used.shape[1]
-        count = segments_held_out(seqlen)
-        walk = job.walk
-        segments = more_text(walk, job.resolved, job.tokenizer, texts, count, seqlen, used)
+        segments = texts.more(walk.phases, segments_held_out(texts.seqlen), used)
         if not len(segments):
             logger.warning(
                 "no perplexity is measured: the calibration text is too short, or repeats itself"
                 " too much, to hold some of it out"
             )
             return None
-        of_code = code_segments(job, texts, len(segments), used)
+        of_code = code_segments(texts, len(segments), used)
         segments = torch.cat([segments, of_code])
         check_segments(walk.model, segments, ALONE)
         return cls(walk, segments.to(walk.weights.device), len(of_code))
@@ -162,20 +158,19 @@ class Check:
         return logits[: self.segments.shape[1] - 1 - first].float()
 
 
-def code_segments(job: Job, texts: Texts, count: int, used: Tensor) -> Tensor:
+def code_segments(texts: Texts, count: int, used: Tensor) -> Tensor:
     """Segments of modules of Python's library, (count or fewer, seqlen) int64; none, with a
     warning, where they cannot be had, and none if most of what the run reads is other modules.
 
     Args:
         used: as for `Check.of`; texts of code may contain modules of the library.
     """
-    seqlen = used.shape[1]
-    nothing = torch.empty(0, seqlen, dtype=torch.int64)
+    nothing = used.new_empty(0, texts.seqlen)
     if texts.shares.get(PYTHON, 0) > 0.5:
         return nothing
     try:
         documents = library_documents(held_out=True)
-        many = another_part(documents, job.tokenizer, job.resolved, SPREAD * count, seqlen, used)
+        many = texts.another_part(documents, SPREAD * count, used)
     except HasslefreeError as error:
         logger.warning("no perplexity is measured on code: %s", error)
         return nothing

@@ -28,7 +28,6 @@ from hasslefree.models.ends import asked
 from hasslefree.models.load import auto_class
 from hasslefree.models.names import folder_of
 from hasslefree.pipeline.job import Job
-from hasslefree.pipeline.text import Texts, first_tokens
 from hasslefree.units import significant
 
 logger = logging.getLogger(__name__)
@@ -37,11 +36,7 @@ logger = logging.getLogger(__name__)
 def described(job: Job) -> Record:
     """The record of a compression before it has results."""
     model = job.walk.model
-    first: list[int] = []
-    if job.texts is not None:
-        first = first_tokens(job.tokenizer, job.resolved)
-    texts = job.texts or Texts({}, {})
-    return Record(
+    record = Record(
         model=job.name,
         recipe=job.resolved.to_dict(),
         method=repr(job.resolved.solver),
@@ -56,9 +51,14 @@ def described(job: Job) -> Record:
         towers=tuple(other_modalities(model, job.walk.blocks)),
         own_segments=job.texts is None,
         from_memory=job.from_memory,
-        first_tokens=tuple(first),
-        texts=texts.tokens(job.segments),
-        left_out=texts.left_out,
+    )
+    if job.texts is None:
+        return record
+    return dataclasses.replace(
+        record,
+        first_tokens=tuple(job.texts.first_tokens),
+        texts=job.texts.tokens(job.segments),
+        left_out=job.texts.left_out,
     )
 
 

@@ -16,7 +16,6 @@ from hasslefree.pipeline.block import part_file, stored_state
 from hasslefree.pipeline.held_out import Check
 from hasslefree.pipeline.job import Job
 from hasslefree.pipeline.preflight import block_tensors
-from hasslefree.pipeline.text import more_text
 from hasslefree.planning.machine import in_one_pass
 from hasslefree.planning.schedule import Training, passes_over, segments_for
 from hasslefree.progress import READ_BACK, Phase
@@ -55,7 +54,7 @@ def matching_text(job: Job) -> Tensor | None:
     seqlen = segments.shape[1]
     count = segments_for(tokens, seqlen)
     if job.texts is not None:
-        segments = more_text(job.walk, job.resolved, job.tokenizer, job.texts, count, seqlen)
+        segments = job.texts.more(job.walk.phases, count)
     if len(segments) < count:
         is_read_again = passes_over(len(segments), tokens, seqlen) > 1 or job.resolved.minutes
         logger.warning(
