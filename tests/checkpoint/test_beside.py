@@ -6,7 +6,7 @@ import pytest
 
 import hasslefree
 from hasslefree import Recipe
-from hasslefree.checkpoint.resume import Unfinished
+from hasslefree.checkpoint import resume
 from hasslefree.errors import WriteError
 from hasslefree.files import read_json
 from tests.listeners import by_layer
@@ -43,13 +43,13 @@ def whole(tmp_path_factory):
 @pytest.fixture
 def saving(monkeypatch):
     """Set to a function that is called before a file is saved, with its name."""
-    held, save = {"before": lambda file: None}, Unfinished._save
+    held, save = {"before": lambda file: None}, resume.save
 
-    def saved(self, file, tensors):
-        held["before"](file)
-        return save(self, file, tensors)
+    def saved(file, tensors):
+        held["before"](file.name)
+        return save(file, tensors)
 
-    monkeypatch.setattr(Unfinished, "_save", saved)
+    monkeypatch.setattr(resume, "save", saved)
     return held
 
 

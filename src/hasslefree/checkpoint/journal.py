@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +22,11 @@ JOURNAL = "progress.json"
 OUTPUT_WEIGHTS = "output_weights.safetensors"
 # 1.4 KB for each matrix, of which models have up to 70,000. It was written on this machine.
 MOST_BYTES = 1 << 30
-PART = r"(model|fitted)-\d+-of-\d+\.safetensors"
+# What the names of files begin with: those with the values of the finished model, and those that
+# are still to be trained.
+FINAL = "model"
+FITTED = "fitted"
+PART = rf"({FINAL}|{FITTED})-\d+-of-\d+\.safetensors"
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,8 @@ class FinishedPart:
     file: Annotated[str, Field(pattern=f"^{PART}$")]
     sha256: str
     tensors: dict[str, int]
-    entries: dict[str, Entry] = field(default_factory=dict)
-    layers: list[LayerRecord] = field(default_factory=list)
+    entries: dict[str, Entry]
+    layers: list[LayerRecord]
 
 
 @dataclass(frozen=True)

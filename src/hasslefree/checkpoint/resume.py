@@ -19,6 +19,8 @@ from torch import Tensor
 
 from hasslefree.checkpoint.entries import Entry
 from hasslefree.checkpoint.journal import (
+    FINAL,
+    FITTED,
     JOURNAL,
     OUTPUT_WEIGHTS,
     PART,
@@ -62,8 +64,8 @@ class Unfinished:
     `background_writes`, a thread writes a part while the next one is computed, which takes the
     memory of one more part.
 
-    overwrite: as for `check_output`. earlier: finished parts of a run that this one does not
-        continue; they stay until `discard_earlier`.
+    overwrite: as for `check_output`. bytes: the size of the parts that were finished before this
+        run; those that it does not continue stay until `discard_earlier`.
     """
 
     def __init__(
@@ -71,12 +73,12 @@ class Unfinished:
         out: Path,
         progress: Progress,
         overwrite: bool = False,
-        earlier: Progress | None = None,
+        bytes: int = 0,
     ):
         self.out = out
         self.progress = progress
-        self.earlier = earlier or Progress([])
         self.overwrite = overwrite
+        self.bytes = bytes
         self.folder = unfinished_folder(out)
         self.model = self.folder / "model"
         self.scratch = self.folder / "scratch"
@@ -118,17 +120,13 @@ class Unfinished:
 
     def _write_part(self, part: FinishedPart, tensors: dict[str, Tensor]) -> None:
         with resumable(self.model / part.file):
-            written = self._save(part.file, tensors)
+            written = save(self.model / part.file, tensors)
             self.progress.parts.append(dataclasses.replace(part, sha256=written))
             self._write_journal()
 
     def _write_journal(self) -> None:
         self.progress.seconds = self.seconds
         self.progress.write(self.folder)
-
-    def _save(self, file: str, tensors: Mapping[str, Tensor]) -> str:
-        """Write a file of the model, and return the SHA-256 of its bytes."""
-        return save(self.model / file, tensors)
 
     def keep_plan(self, dealt: Dealt, output_weights: Mapping[str, Tensor]) -> None:
         """Keep a plan and its output weights; the journal lists them from the next part on."""
@@ -138,26 +136,25 @@ class Unfinished:
             dealt = dataclasses.replace(dealt, sha256=written)
         self.progress.dealt = dealt
 
-    def output_weights(self) -> dict[str, Tensor]:
+    def output_weights(self, dealt: Dealt) -> dict[str, Tensor]:
         """The output weights of the plan that is kept."""
-        if self.progress.dealt is None or self.progress.dealt.sha256 is None:
+        if dealt.sha256 is None:
             return {}
         return read_tensors(self.folder / OUTPUT_WEIGHTS)
 
-    def rewrite(
-        self, files: Iterable[tuple[str, dict[str, Tensor]]], predictions: PredictionRecord
-    ) -> None:
+    def rewrite(self, blocks: Iterable[dict[str, Tensor]], predictions: PredictionRecord) -> None:
         """Replace the values and files of all blocks: the journal then lists all new files, or
         none.
 
-        files: for each block the name of its new file, and its tensors. predictions: the record of
-            the matching.
+        blocks: the tensors of each. predictions: the record of the matching.
         """
         with resumable(self.model):
             new = self.progress.parts[:1]
             before = self.progress.blocks
-            for part, (file, tensors) in zip(before, files, strict=True):
-                new.append(dataclasses.replace(part, file=file, sha256=self._save(file, tensors)))
+            for part, tensors in zip(before, blocks, strict=True):
+                file = part.file.replace(FITTED, FINAL)
+                written = save(self.model / file, tensors)
+                new.append(dataclasses.replace(part, file=file, sha256=written))
             self.progress.parts = new
             self.progress.predictions = predictions
             self._write_journal()
@@ -184,27 +181,21 @@ class Unfinished:
                 sync(path)
             put_in_place(self.model, self.out, self.overwrite, self.folder / BEFORE)
 
-    @property
-    def bytes(self) -> int:
-        """The size of the finished parts, those of an earlier run included."""
-        return self.progress.bytes + self.earlier.bytes
-
-    def sweep(self) -> None:
-        """Remove what a killed process left incomplete."""
+    def sweep(self, progress: Progress) -> None:
+        """Remove what a killed process left incomplete. progress: what it had finished."""
         shutil.rmtree(self.scratch, ignore_errors=True)
         self.scratch.mkdir()
         self.model.mkdir(exist_ok=True)
-        self._remove_unlisted()
+        self._remove_unlisted(progress)
 
     def discard_earlier(self) -> None:
         """Remove the parts of an earlier run: this one has passed its checks."""
-        self.earlier = Progress([])
         with resumable(self.folder):
-            self._remove_unlisted()
+            self._remove_unlisted(self.progress)
 
-    def _remove_unlisted(self) -> None:
-        """Remove everything that no journal lists."""
-        listed = {part.file for part in self.progress.parts + self.earlier.parts}
+    def _remove_unlisted(self, progress: Progress) -> None:
+        """Remove all parts but the finished ones, and the journal if there are none."""
+        listed = {part.file for part in progress.parts}
         for path in self.model.iterdir():
             if path.name not in listed:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -265,19 +256,16 @@ def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]
                 f"{folder} holds an unfinished compression with {progress}; continue it with"
                 f" {option('resume', True)}, or start again with {option('overwrite', True)}"
             )
-        if resume:
-            work = Unfinished(out, progress, overwrite)
-        else:
-            work = Unfinished(out, Progress([]), overwrite, earlier=progress)
+        continued = progress if resume else Progress([])
+        work = Unfinished(out, continued, overwrite, progress.bytes)
         with resumable(folder):
-            work.sweep()
+            work.sweep(progress)
         try:
             yield work
         finally:
             concurrent.futures.wait(work.writes)
             shutil.rmtree(work.scratch, ignore_errors=True)
-            parts = work.progress.parts + work.earlier.parts
-            ended = not parts or not work.model.exists()
+            ended = not read_progress(folder).parts or not work.model.exists()
             if ended and not others(folder):
                 shutil.rmtree(folder, ignore_errors=True)
 

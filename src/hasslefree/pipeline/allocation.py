@@ -16,7 +16,7 @@ def allocate(job: Job) -> Allocation:
 
     A plan that is not uniform is kept in the unfinished folder.
     """
-    plan = job.planned.plan
+    plan = job.plan
     if job.resolved.allocate == "uniform":
         return Allocation(plan)
     if job.work.progress.dealt is not None:
@@ -29,11 +29,11 @@ def allocate(job: Job) -> Allocation:
 
 def deal(job: Job) -> Allocation:
     """Look at the dense model, and plan the layers for it."""
-    plan = job.planned.plan
+    plan = job.plan
     segments = job.local_segments
     if job.resolved.allocate == "owl":
         return by_outliers(job.walk, plan, job.resolved, segments, job.world)
-    allocation = by_sensitivity(job.walk, plan, job.resolved, job.planned.room, segments, job.world)
+    allocation = by_sensitivity(job.walk, plan, job.resolved, job.room, segments, job.world)
     return dataclasses.replace(allocation, choices=Choices())  # other processes need none
 
 
@@ -56,4 +56,4 @@ def kept(dealt: Dealt, uniform: Plan, work: Unfinished) -> Allocation:
     for plans, specs in zip(uniform.parts, dealt.matrices, strict=True):
         parts.append({name: plans[name].like(spec) for name, spec in specs.items()})
     ends, *blocks = parts
-    return Allocation(Plan(blocks, ends), dealt.sensitivities, work.output_weights())
+    return Allocation(Plan(blocks, ends), dealt.sensitivities, work.output_weights(dealt))

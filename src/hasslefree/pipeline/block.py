@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hasslefree.allocate.allocation import Allocation
 from hasslefree.checkpoint.entries import Entry
+from hasslefree.checkpoint.journal import FINAL, FITTED
 from hasslefree.checkpoint.plugin import empty_layer
 from hasslefree.core.gram import Gram
 from hasslefree.errors import RecipeError, option
@@ -30,7 +31,7 @@ from hasslefree.models.calibrate import (
 from hasslefree.models.experts import every_expert_called, experts_of
 from hasslefree.models.precision import computing, solving
 from hasslefree.models.rules import by_kind
-from hasslefree.models.sites import find_sites
+from hasslefree.models.sites import find_site, find_sites
 from hasslefree.models.unloaded import unloaded_tensors, without_codes
 from hasslefree.models.walk import Visit
 from hasslefree.pipeline.ends import compress_ends, replace_ends, stored_ends, use_ends
@@ -113,11 +114,14 @@ def add_part(
     """Write a part of the model.
 
     Args:
-        part, last: as for `part_file`.
+        part: 0 for what is outside the blocks, or one more than the index of a block.
         done: the compressed layers in it.
+        last: its values are those of the finished model.
     """
+    kind = FINAL if last else FITTED
+    parts = 1 + len(job.walk.blocks.modules)
     job.work.add(
-        part_file(part, len(job.walk.blocks.modules), last),
+        f"{kind}-{part + 1:05d}-of-{parts:05d}.safetensors",
         tensors,
         entries={record.name: Entry.of(layer) for layer, record in done},
         layers=[record for _, record in done],
@@ -199,17 +203,6 @@ def copied_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
             ", ".join(by_kind(left_out)),
         )
     return {name: tensor.read() for name, tensor in copied.items()}
-
-
-def part_file(part: int, blocks: int, last: bool = True) -> str:
-    """The name of a part's file.
-
-    Args:
-        part: 0 for what is outside the blocks, or one more than the index of a block.
-        last: its values are those of the finished model.
-    """
-    kind = "model" if last else "fitted"
-    return f"{kind}-{part + 1:05d}-of-{blocks + 1:05d}.safetensors"
 
 
 def put_back(
@@ -362,12 +355,11 @@ def compress_in_one_pass(
     """
     visit = task.visit
     seqlen = hidden.states.shape[1]
-    sites = visit.sites([group[0] for group in groups])
     done: list[Done] = []
     with torch.no_grad(), computing(visit.block), ExitStack() as opened:
         for group in groups:
             arrived = partial(replace_group, task, group, seqlen, done, opened)
-            opened.enter_context(sites[group[0]].on_call(arrived))
+            opened.enter_context(find_site(visit.block, group[0]).on_call(arrived))
         return done, visit.call.run(visit.block, hidden[:])
 
 

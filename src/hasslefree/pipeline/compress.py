@@ -20,13 +20,14 @@ from hasslefree.distributed import World, process_group
 from hasslefree.errors import ModelError, OutputError
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import other_modalities
+from hasslefree.models.rules import Selection
 from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.models.weights import Weights
 from hasslefree.pipeline.allocation import allocate
 from hasslefree.pipeline.block import compress_blocks
 from hasslefree.pipeline.held_out import Check
 from hasslefree.pipeline.inputs import check_segments, open_model, target_of, token_ids
-from hasslefree.pipeline.job import Job, PlannedModel
+from hasslefree.pipeline.job import Job
 from hasslefree.pipeline.metadata import configuration, described, recorded, write_rest
 from hasslefree.pipeline.preflight import preflight
 from hasslefree.pipeline.text import read_texts
@@ -145,10 +146,12 @@ def compress(
                 model, resolved.dtype, scratch, tokenizer, trust_remote_code
             )
         weights = Weights(loaded, target)  # it finds out which weights are tied
-        resolved, planned = plan_model(loaded, resolved)
-        blocks = planned.selection.blocks
-        room = bytes_to_write(loaded, blocks, planned.plan, resolved) - work.bytes
-        check_output(folder, overwrite, room)
+        resolved, selection, plan = select_and_plan(loaded, resolved)
+        log_what_stays_dense(loaded, selection)
+        # Before any block is read: tied weights are counted once.
+        layer_bytes = layer_room(loaded, plan, resolved)
+        bytes_left = bytes_to_write(loaded, selection.blocks, plan, resolved) - work.bytes
+        check_output(folder, overwrite, bytes_left)
         texts = None
         if segments is None:
             tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
@@ -160,8 +163,8 @@ def compress(
         samples, seqlen = segments.shape
         setup = Setup(
             loaded,
-            blocks,
-            planned.plan,
+            selection.blocks,
+            plan,
             resolved,
             samples,
             seqlen,
@@ -171,7 +174,7 @@ def compress(
         )
         if activations == "disk":
             states = local_processes(world.size) * states_bytes(setup)
-            check_output(folder, overwrite, room + states)
+            check_output(folder, overwrite, bytes_left + states)
         walk, digests = preflight(setup, weights, segments, phases, work.scratch)
         work.background_writes = walk.weights.prefetch
         job = Job(
@@ -180,7 +183,9 @@ def compress(
             walk=walk,
             tokenizer=tokenizer,
             resolved=resolved,
-            planned=planned,
+            selection=selection,
+            plan=plan,
+            room=layer_bytes,
             segments=segments,
             texts=texts,
             world=world,
@@ -227,11 +232,8 @@ def check_request(
         )
 
 
-def plan_model(model: PreTrainedModel, resolved: Resolved) -> tuple[Resolved, PlannedModel]:
-    """Find the blocks of a model, choose the layers to compress, and plan each of them. See
-    `select_and_plan`.
-    """
-    resolved, selection, plan = select_and_plan(model, resolved)
+def log_what_stays_dense(model: PreTrainedModel, selection: Selection) -> None:
+    """Log the matrices and modules that are not compressed, though no recipe names them."""
     for line in selection.reasons():
         logger.info("kept dense automatically: %s", line)
     beside = other_modalities(model, selection.blocks)
@@ -241,8 +243,6 @@ def plan_model(model: PreTrainedModel, resolved: Resolved) -> tuple[Resolved, Pl
             " dense",
             ", ".join(beside),
         )
-    # Before any block is read: tied weights are counted once.
-    return resolved, PlannedModel(selection, plan, layer_room(model, plan, resolved))
 
 
 def run(job: Job, digests: dict[str, str]) -> Record:
@@ -268,7 +268,7 @@ def run(job: Job, digests: dict[str, str]) -> Record:
         record = recorded(description, progress, allocation.sensitivities)
         if job.world.writes:
             with writing.running():
-                work.finish(lambda folder: write_rest(folder, job, progress.parts, record))
+                work.finish(lambda folder: write_rest(folder, job, record))
         for end in job.walk.blocks.ends:
             if end.name in job.ends:
                 end.replace(job.walk.model, job.ends[end.name])
@@ -326,7 +326,7 @@ def writing_files(job: Job) -> Iterator[Phase]:
     Its timer runs where files are written while the work waits for that.
     """
     progress = job.work.progress
-    blocks = len(job.planned.plan.blocks)
+    blocks = len(job.plan.blocks)
     files = 2 + blocks
     if job.resolved.match_predictions:
         files += blocks
@@ -351,4 +351,5 @@ def workplace(out: Path, overwrite: bool, resume: bool, world: World) -> Iterato
             world.broadcast(work.progress)
             yield work
     else:
-        yield Unfinished(out, world.broadcast(None))
+        progress = world.broadcast(None)
+        yield Unfinished(out, progress, bytes=progress.bytes)

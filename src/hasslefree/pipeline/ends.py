@@ -55,12 +55,12 @@ def compress_ends(
     """
     plans = allocation.plan.ends
     ends = [end for end in job.walk.blocks.ends if end.name in plans]
-    head = next((end.head for end in ends if end.head is not None), None)
-    of_head = None if head is None else head_gram(job, head, reference)
     done: list[Done] = []
     for index, end in enumerate(ends):
-        gram = Gram.identity(end.shape[1])
-        if end.head is not None and of_head is not None:
+        if end.head is None:
+            gram = Gram.identity(end.shape[1])
+        else:
+            of_head = head_gram(job, end.head, reference)
             gram = with_look_ups(of_head, allocation.look_ups.get(end.name, 0.0))
         owner = index % job.world.size
         solved = None
@@ -120,27 +120,26 @@ def compress_end(job: Job, end: End, plan: LayerPlan, gram: Gram) -> Done:
         with memory_errors(f"compress {end.name}", weight.device):
             prepared = method.prepare(gram)
             parts: list[Decomposition] = []
-            weights: list[Tensor] = []
+            losses: list[float] = []
             for here, solver in method.by_rows(weight, prepared):
                 rows = weight[here]
                 parts.append(solve_layer(rows, gram, solver, prepared, plan.kept, 0, seed=0))
-                weights.append(rows)
-        result = joined(parts, weights, gram)
+                losses.append(gram.loss(rows.to(working_dtype(rows))))
+        result = joined(parts, losses)
         layer = end.kind.from_decomposition(result, getattr(module, "bias", None), plan.pattern)
     seconds = time.perf_counter() - start
     return layer, LayerRecord.of(end.name, layer.spec, result, seconds, layer.stored_bytes)
 
 
-def joined(parts: list[Decomposition], weights: Sequence[Tensor], gram: Gram) -> Decomposition:
+def joined(parts: list[Decomposition], losses: Sequence[float]) -> Decomposition:
     """The decomposition of a matrix from those of its rows, some at a time.
 
     Errors are relative to the norm of the rows, which are the weights of their mean.
 
     Args:
-        weights: the rows of each part, (rows, in).
+        losses: the squared norm of the rows of each part, tr(W H Wᵀ).
     """
-    wide = working_dtype(weights[0])
-    norms = torch.tensor([gram.loss(rows.to(wide)) for rows in weights]).double()
+    norms = torch.tensor(losses).double()
     errors = torch.tensor([part.relative_error for part in parts]).double()
     before = torch.tensor([part.relative_error_before_cast for part in parts]).double()
     total = norms.sum().item()
@@ -177,8 +176,7 @@ def stacked(parts: Sequence[Any]) -> Any:
 
 def empty_on_device(job: Job, end: End, spec: LayerSpec) -> SparseLowRankLinear:
     """A compressed layer without values, on the device of the job."""
-    layer = empty_end(end, job.walk.model, spec)
-    return layer.to_empty(device=job.device)
+    return empty_end(end, job.walk.model, spec).to_empty(device=job.device)
 
 
 def use_ends(job: Job, layers: Mapping[str, SparseLowRankLinear]) -> None:

@@ -16,20 +16,6 @@ from hasslefree.planning.plan import Plan
 from hasslefree.recipe.resolve import Resolved
 
 
-@dataclass(frozen=True)
-class PlannedModel:
-    """What is compressed of a model, and the plan of its layers, before any allocation.
-
-    Args:
-        selection: the blocks, and the matrices that are compressed or stay dense.
-        room: bytes that all layers may take.
-    """
-
-    selection: Selection
-    plan: Plan
-    room: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A compression: how to walk through the model, the plan of its layers, and the text.
@@ -38,6 +24,9 @@ class Job:
         name: of the model, as in `Record`.
         from_memory: the model was given loaded, not by name.
         tokenizer: None only if segments were given.
+        selection: the blocks, and the matrices that are compressed or stay dense.
+        plan: of the layers, before any allocation.
+        room: bytes that all layers may take.
         segments: calibration tokens of all processes, (samples, seqlen) int64.
         texts: that the segments are of; None if segments were given.
         work: the unfinished folder.
@@ -49,7 +38,9 @@ class Job:
     walk: Walk
     tokenizer: Any
     resolved: Resolved
-    planned: PlannedModel
+    selection: Selection
+    plan: Plan
+    room: int
     segments: Tensor
     texts: Texts | None
     world: World

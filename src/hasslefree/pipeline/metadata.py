@@ -47,7 +47,7 @@ def described(job: Job) -> Record:
         tokens=job.segments.numel(),
         seconds=0.0,
         layers=(),
-        dense=tuple(job.planned.selection.automatically_dense),
+        dense=tuple(job.selection.automatically_dense),
         towers=tuple(other_modalities(model, job.walk.blocks)),
         own_segments=job.texts is None,
         from_memory=job.from_memory,
@@ -93,7 +93,7 @@ def recorded(
     )
 
 
-def write_rest(folder: Path, job: Job, parts: list[FinishedPart], report: Record) -> None:
+def write_rest(folder: Path, job: Job, report: Record) -> None:
     """Write all of the output folder but the weights.
 
     These are the configuration, the tokenizer, compression.json and the model card.
@@ -102,7 +102,7 @@ def write_rest(folder: Path, job: Job, parts: list[FinishedPart], report: Record
     tokenizer = job.tokenizer
     # A model that was created in memory has no files, and the hub is not searched for them.
     has_files = folder_of(report.model) is not None
-    write_configuration(folder, model, parts, report, has_files)
+    write_configuration(folder, model, job.work.progress.parts, report, has_files)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     if has_files:

@@ -12,7 +12,7 @@ from hasslefree.errors import CalibrationError, option
 from hasslefree.models.calibrate import activation_values
 from hasslefree.models.walk import Walk
 from hasslefree.packed.linear import compressed_layers
-from hasslefree.pipeline.block import part_file, stored_state
+from hasslefree.pipeline.block import stored_state
 from hasslefree.pipeline.held_out import Check
 from hasslefree.pipeline.job import Job
 from hasslefree.pipeline.preflight import block_tensors
@@ -178,11 +178,9 @@ def bring_back(job: Job, passed: Callable[[], None] = lambda: None) -> None:
             walk.model.get_submodule(path).register_parameter(leaf, parameter)
 
 
-def trained_parts(walk: Walk, writing: Phase) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield the file of each block and its tensors, as they are now, and count it as written."""
-    count = len(walk.blocks.modules)
+def trained_parts(walk: Walk, writing: Phase) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of each block, as they are now, and count it as written."""
     tied = walk.model.all_tied_weights_keys
     for index, block in enumerate(walk.blocks.modules):
-        tensors = block_tensors(block, walk.blocks.prefix(index), tied)
-        yield part_file(index + 1, count), tensors
+        yield block_tensors(block, walk.blocks.prefix(index), tied)
         writing.advance()
