@@ -12,7 +12,7 @@ from pydantic import Field
 
 from hasslefree.checkpoint.entries import Entry
 from hasslefree.checkpoint.output import fsync_and_rename
-from hasslefree.checkpoint.record import HeldOutRecord, LayerRecord, PredictionRecord
+from hasslefree.checkpoint.record import HeldOut, LayerRecord, PredictionRecord
 from hasslefree.errors import CheckpointError, OutputError, option
 from hasslefree.files import read_json
 from hasslefree.packed.spec import LayerSpec
@@ -69,7 +69,7 @@ class Progress:
         identity: everything that the result depends on, as JSON.
         dealt: the plan; None if it is uniform, or was not made.
         predictions: the record of prediction matching, once all blocks have the matched values.
-        held_out, held_out_code: what was measured after it.
+        held_out: what was measured after it.
         seconds: of the runs that led to this.
     """
 
@@ -77,8 +77,7 @@ class Progress:
     identity: dict[str, Any] | None = None
     dealt: Dealt | None = None
     predictions: PredictionRecord | None = None
-    held_out: HeldOutRecord | None = None
-    held_out_code: HeldOutRecord | None = None
+    held_out: HeldOut = HeldOut()
     seconds: float = 0.0
 
     @property

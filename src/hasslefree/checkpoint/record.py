@@ -391,17 +391,6 @@ def perplexity_of_code(report: Record, code: HeldOutRecord) -> str:
     return f"{more}, of which\nthe calibration text {MIXED!r} has several"
 
 
-def rise(measured: HeldOutRecord) -> str:
-    """Both perplexities, in words."""
-    before = measured["dense"]
-    after = measured["compressed"]
-    shown = ["not finite" if value is None else f"{value:.2f}" for value in (before, after)]
-    values = " → ".join(shown)
-    if before and after:
-        return f"{values} ({100 * (after / before - 1):+z.1f} %)"
-    return values
-
-
 def kl_record(comparison: Comparison) -> KLRecord | None:
     """Summarise a comparison; None if there is nothing in it, or NaN."""
     if not comparison.kl:
@@ -429,9 +418,15 @@ def measured_on(
     measured: HeldOutRecord,
     source: str,
 ) -> str:
-    """Both perplexities, and the text. source: of its tokens."""
+    """Both perplexities in words, and the text. source: of its tokens."""
+    before = measured["dense"]
+    after = measured["compressed"]
+    shown = ["not finite" if value is None else f"{value:.2f}" for value in (before, after)]
+    values = " → ".join(shown)
+    if before and after:
+        values += f" ({100 * (after / before - 1):+z.1f} %)"
     tokens = f"{measured['segments']} × {report.seqlen} held-out tokens"
-    return f"{rise(measured)}\non {tokens} {source}"
+    return f"{values}\non {tokens} {source}"
 
 
 def increase(measured: HeldOutRecord | None) -> float | None:

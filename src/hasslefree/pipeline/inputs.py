@@ -32,6 +32,9 @@ def target_of(model: str | Path | PreTrainedModel, device: str | None) -> torch.
 
     Args:
         device: None for the GPU if there is one.
+
+    Raises:
+        ModelError: a loaded model is on several devices, or the device has no float64.
     """
     if isinstance(model, PreTrainedModel):
         places = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
@@ -40,22 +43,17 @@ def target_of(model: str | Path | PreTrainedModel, device: str | None) -> torch.
                 "the loaded model is offloaded, or spread over several devices; give its name or"
                 " folder instead, which is read block by block, or move it to one device"
             )
-        check_float64(model.device)
-        return model.device
-    resolved = resolve_device(device or local_device())
-    check_float64(resolved)
-    return resolved
-
-
-def check_float64(device: torch.device) -> None:
-    """Raise a ModelError if a device, such as Apple's GPU, has no float64."""
+        target = model.device
+    else:
+        target = resolve_device(device or local_device())
     try:
-        torch.zeros(1, device=device, dtype=torch.float64)
+        torch.zeros(1, device=target, dtype=torch.float64)
     except (TypeError, RuntimeError) as error:
-        raise ModelError(
-            f"the device {device} has no float64, which the solvers need; use"
+        raise ModelError(  # such as Apple's GPU
+            f"the device {target} has no float64, which the solvers need; use"
             f" {option('device', 'cpu')}"
         ) from error
+    return target
 
 
 def open_model(

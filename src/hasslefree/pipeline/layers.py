@@ -80,7 +80,6 @@ def compress_group(task: Task, plans: Plans, gram: Gram) -> dict[str, Done]:
     """Decompose layers that share one input, with what depends on its Gram matrix computed once."""
     start = time.perf_counter()
     method = task.job.resolved.solver
-    prefix = task.visit.prefix
     done: dict[str, Done] = {}
     try:
         factorising = f"factorise the Gram matrix (XᵀX of the layers' {len(gram.matrix)} inputs)"
@@ -93,7 +92,7 @@ def compress_group(task: Task, plans: Plans, gram: Gram) -> dict[str, Done]:
             done[name] = (layer, record)
             task.solving.advance(layer=record)
     except HasslefreeError as error:
-        raise error.within(f"{prefix}: {', '.join(plans)}") from None
+        raise error.within(f"{task.visit.prefix}: {', '.join(plans)}") from None
     return done
 
 

@@ -86,8 +86,8 @@ def recorded(
         description,
         layers=tuple(layers),
         predictions=progress.predictions,
-        held_out=progress.held_out,
-        held_out_code=progress.held_out_code,
+        held_out=progress.held_out.text,
+        held_out_code=progress.held_out.code,
         sensitivities=rounded,
         other_bytes=progress.bytes - sum(layer.bytes for layer in layers),
     )

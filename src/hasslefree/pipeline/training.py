@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hasslefree.checkpoint.record import HeldOutRecord, PredictionRecord
+from hasslefree.checkpoint.record import HeldOut, HeldOutRecord, PredictionRecord
 from hasslefree.errors import CalibrationError, option
 from hasslefree.models.calibrate import activation_values
 from hasslefree.models.walk import Walk
@@ -88,7 +88,7 @@ def train_and_check(
         check: None if the perplexity is not measured.
     """
     predictions = None
-    before = None
+    before = HeldOut()
     if reference is not None:
         if check is not None:
             before = check.measure()
@@ -97,15 +97,18 @@ def train_and_check(
             check.run_again()
     if check is not None:
         measured = check.measure()
-        if predictions and before and is_worse(predictions, before.code, measured.code):
+        if predictions and is_worse(predictions, before.code, measured.code):
             logger.warning(WORSE_ON_CODE)
             predictions["after"] = predictions["before"]
             bring_back(job)
             measured = before
-        job.work.progress.held_out = measured.text
-        job.work.progress.held_out_code = measured.code
-    if predictions is not None:
-        rewrite(job, predictions, writing)
+        job.work.progress.held_out = measured
+    if predictions is None:
+        return
+    job.world.total(0.0, job.device)  # all processes have read the files
+    if job.world.writes:
+        with writing.running():
+            job.work.rewrite(trained_blocks(job.walk, writing), predictions)
 
 
 def is_worse(
@@ -152,14 +155,6 @@ def train_whole(job: Job, reference: Reference) -> PredictionRecord:
     return predictions
 
 
-def rewrite(job: Job, predictions: PredictionRecord, writing: Phase) -> None:
-    """Write the trained blocks in place of those that were read back."""
-    job.world.total(0.0, job.device)  # all processes have read the files
-    if job.world.writes:
-        with writing.running():
-            job.work.rewrite(trained_parts(job.walk, writing), predictions)
-
-
 def bring_back(job: Job, passed: Callable[[], None] = lambda: None) -> None:
     """Put every compressed block on the device as it was written.
 
@@ -178,7 +173,7 @@ def bring_back(job: Job, passed: Callable[[], None] = lambda: None) -> None:
             walk.model.get_submodule(path).register_parameter(leaf, parameter)
 
 
-def trained_parts(walk: Walk, writing: Phase) -> Iterator[dict[str, Tensor]]:
+def trained_blocks(walk: Walk, writing: Phase) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors of each block, as they are now, and count it as written."""
     tied = walk.model.all_tied_weights_keys
     for index, block in enumerate(walk.blocks.modules):
