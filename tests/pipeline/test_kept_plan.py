@@ -44,7 +44,8 @@ def test_a_resumed_run_chooses_nothing_and_ends_with_the_same_bytes(name, tmp_pa
     """Oracle: a run that nothing interrupted."""
     compress(tmp_path / "whole", name)
     interrupted(tmp_path / "out", name)
-    monkeypatch.setattr(allocation, "deal", lambda job: pytest.fail("dealt again"))
+    for way in ("by_sensitivity", "by_outliers"):
+        monkeypatch.setattr(allocation, way, lambda *args: pytest.fail("dealt again"))
     record = compress(tmp_path / "out", name, resume=True)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert not {ALLOCATION, PROBES} & {phase.name for phase in record.phases}

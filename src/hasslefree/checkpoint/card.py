@@ -1,6 +1,5 @@
 """README.md of the folders that are written, in the Hub's format."""
 
-import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -100,9 +99,20 @@ def model_card(
         auto: the name of the class that loads the model.
         has_picture: the folder holds `FIGURE`.
     """
+    kinds = {"sparse": report.patterns, "quantized": report.bits, "low-rank": report.ranks}
+    is_of_text = auto == "AutoModelForCausalLM"
+    front = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation" if is_of_text else "image-text-to-text",
+        tags=[TAG, *(tag for tag, layers in kinds.items() if layers)],
+        **licence,
+    )
+    if report.model.count("/") == 1 and not Path(report.model).exists():
+        front.base_model = report.model
+        front.base_model_relation = "quantized"
     return rendered(
         "compressed.md",
-        _front(report, licence, auto),
+        front,
         record=report,
         command=command_of(report, trust_remote_code=trust_remote_code),
         picture=FIGURE if has_picture else None,
@@ -113,42 +123,16 @@ def model_card(
 
 def rendered(template: str, front: ModelCardData, **content: Any) -> str:
     """A card from a template in `assets`. front: the fields that the Hub reads."""
-    card = environment().get_template(template).render(content, front=front.to_yaml())
-    return escaped(card, "\n")
-
-
-@functools.cache
-def environment() -> Environment:
-    """The templates of the cards and their filters."""
-    made = Environment(
+    templates = Environment(
         loader=FileSystemLoader(ASSETS),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.filters |= {"by_kind": by_kind, "cell": cell, "trained": trained}
-    return made
-
-
-def _front(
-    report: Record,
-    licence: dict[str, str],
-    auto: str,
-) -> ModelCardData:
-    """The fields that the Hub reads."""
-    kinds = {"sparse": report.patterns, "quantized": report.bits, "low-rank": report.ranks}
-    fields: dict[str, Any] = {
-        "library_name": "transformers",
-        "pipeline_tag": (
-            "text-generation" if auto == "AutoModelForCausalLM" else "image-text-to-text"
-        ),
-        "tags": [TAG, *(tag for tag, layers in kinds.items() if layers)],
-        **licence,
-    }
-    if report.model.count("/") == 1 and not Path(report.model).exists():
-        fields |= {"base_model": report.model, "base_model_relation": "quantized"}
-    return ModelCardData(**fields)
+    templates.filters |= {"by_kind": by_kind, "cell": cell, "trained": trained}
+    card = templates.get_template(template).render(content, front=front.to_yaml())
+    return escaped(card, "\n")
 
 
 def cell(value: Any) -> str:

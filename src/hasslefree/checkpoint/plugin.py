@@ -17,7 +17,14 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hasslefree.checkpoint import entries as read
+from hasslefree.checkpoint.entries import (
+    LAYOUT,
+    QUANT_METHOD,
+    VERSION,
+    check_format_version,
+    check_stored,
+    read_entries,
+)
 from hasslefree.errors import CheckpointError, GridError
 from hasslefree.files import stored_tensors
 from hasslefree.models.ends import End, asked, find_ends
@@ -32,14 +39,12 @@ logger = logging.getLogger(__name__)
 
 class HasslefreeConfig(QuantizationConfigMixin):
     """The `quantization_config` entry of config.json. modules: full layer name → its entry
-    (`read.Entry`).
+    (`Entry`).
     """
 
-    def __init__(
-        self, modules: Any = None, layout: str = read.LAYOUT, version: int = read.VERSION, **_: Any
-    ):
-        read.check_format_version(version, layout)
-        self.quant_method = read.QUANT_METHOD  # type: ignore[assignment]
+    def __init__(self, modules: Any = None, layout: str = LAYOUT, version: int = VERSION, **_: Any):
+        check_format_version(version, layout)
+        self.quant_method = QUANT_METHOD  # type: ignore[assignment]
         self.modules = modules
         self.layout = layout
         self.version = version
@@ -56,7 +61,7 @@ class HasslefreeQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **_: Any
     ) -> None:
-        entries = read.read_entries(self.quantization_config.modules)
+        entries = read_entries(self.quantization_config.modules)
         split_experts(model)
         biased = set()
         modules = {}
@@ -83,7 +88,7 @@ class HasslefreeQuantizer(HfQuantizer):
                 biased.add(listed)
         self.quantization_config.modules = modules
         if checkpoint_files:  # none where the caller brought a state dict
-            read.check_stored(
+            check_stored(
                 entries,
                 stored_tensors([Path(file) for file in checkpoint_files]),
                 biased,
@@ -191,9 +196,9 @@ def check_shape(name: str, spec: LayerSpec, shape: tuple[int, int]) -> None:
 
 def register_format() -> None:
     """Make the quantizer known to transformers. Calling it again does nothing."""
-    if read.QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
-        register_quantizer(read.QUANT_METHOD)(HasslefreeQuantizer)
-        register_quantization_config(read.QUANT_METHOD)(HasslefreeConfig)
+    if QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
+        register_quantizer(QUANT_METHOD)(HasslefreeQuantizer)
+        register_quantization_config(QUANT_METHOD)(HasslefreeConfig)
 
 
 register_format()

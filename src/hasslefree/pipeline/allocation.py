@@ -21,20 +21,16 @@ def allocate(job: Job) -> Allocation:
         return Allocation(plan)
     if job.work.progress.dealt is not None:
         return kept(job.work.progress.dealt, plan, job.work)
-    allocation: Allocation = job.world.broadcast(deal(job))
+    segments = job.local_segments
+    if job.resolved.allocate == "owl":
+        allocation = by_outliers(job.walk, plan, job.resolved, segments, job.world)
+    else:
+        allocation = by_sensitivity(job.walk, plan, job.resolved, job.room, segments, job.world)
+        allocation = dataclasses.replace(allocation, choices=Choices())  # others need none
+    allocation = job.world.broadcast(allocation)
     if job.world.writes:
         keep(allocation, job.work)
     return allocation
-
-
-def deal(job: Job) -> Allocation:
-    """Look at the dense model, and plan the layers for it."""
-    plan = job.plan
-    segments = job.local_segments
-    if job.resolved.allocate == "owl":
-        return by_outliers(job.walk, plan, job.resolved, segments, job.world)
-    allocation = by_sensitivity(job.walk, plan, job.resolved, job.room, segments, job.world)
-    return dataclasses.replace(allocation, choices=Choices())  # other processes need none
 
 
 def keep(allocation: Allocation, work: Unfinished) -> None:

@@ -3,10 +3,11 @@
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -322,18 +323,20 @@ def passes(task: Task, groups: list[list[str]], device: torch.device) -> list[li
     `room_for_sums` holds.
     """
     room = task.world.broadcast(room_for_sums(device))  # the same passes in all processes
-    passes_of_kind: dict[tuple[object, ...], list[list[list[str]]]] = {}
-    taken: dict[tuple[object, ...], int] = {}
+    groups_of_kind = defaultdict[tuple[object, ...], list[list[str]]](list)
     for group in groups:
-        kind = kind_of(task, group[0])
-        size = sums_bytes(task.plans[group[0]].shape[1])
-        of_kind = passes_of_kind.setdefault(kind, [])
-        if not of_kind or taken[kind] + size > room:
-            of_kind.append([])
-            taken[kind] = 0
-        of_kind[-1].append(group)
-        taken[kind] += size
-    return list(chain.from_iterable(passes_of_kind.values()))
+        groups_of_kind[kind_of(task, group[0])].append(group)
+    found: list[list[list[str]]] = []
+    for of_one_kind in groups_of_kind.values():
+        left = 0
+        for group in of_one_kind:
+            size = sums_bytes(task.plans[group[0]].shape[1])
+            if size > left:
+                found.append([])
+                left = room
+            found[-1].append(group)
+            left -= size
+    return found
 
 
 def kind_of(task: Task, name: str) -> tuple[object, ...]:

@@ -49,18 +49,17 @@ def preflight(
     with weights.present(outside(model, blocks)):
         digests = {"outside": checked(outside_tensors(model, blocks))}
 
-    reached: set[str] = set()
+    silent: dict[str, None] = {}  # in order
 
     def note(name: str, _: Tensor) -> None:
-        reached.add(name)
+        silent.pop(name, None)
 
-    planned: list[str] = []
     handles = []
     for index, (block, plans) in enumerate(zip(blocks.modules, setup.plan.blocks, strict=True)):
         sites = find_sites(block)
         for name in plans:
             full_name = f"{blocks.prefix(index)}.{name}"
-            planned.append(full_name)
+            silent[full_name] = None
             handles.append(sites[name].on_input(partial(note, full_name)))
 
     def inspect(index: int) -> None:
@@ -70,13 +69,13 @@ def preflight(
     with hooks(handles), every_expert_called(model):
         first = segments[:1].to(setup.device)
         walk = Walk.open(model, blocks, weights, first, setup.storage, folder, inspect, phases)
-    silent = [name for name in planned if name not in reached]
     if silent:
+        first_silent = next(iter(silent))
         more = f" and {len(silent) - 1} more layers" if len(silent) > 1 else ""
         raise ModelError(
-            f"{type(model).__name__} does not run {silent[0]}{more} on text, so there are no inputs"
-            " to calibrate on. hasslefree compresses decoder-only language models; if this is one,"
-            f" keep these layers dense with {option('leave_dense')}"
+            f"{type(model).__name__} does not run {first_silent}{more} on text, so there are no"
+            " inputs to calibrate on. hasslefree compresses decoder-only language models; if this is"
+            f" one, keep these layers dense with {option('leave_dense')}"
         )
     if walk.width is not None:
         logger.info(
