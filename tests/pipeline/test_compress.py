@@ -16,7 +16,7 @@ from hasslefree import Recipe, SparseLowRankLinear
 from hasslefree.errors import BudgetError, CalibrationError, MemoryShortError, ModelError, OutputError, RecipeError
 from hasslefree.models import precision
 from hasslefree.pipeline import compress as module
-from hasslefree.pipeline.inputs import token_ids
+from hasslefree.pipeline.preflight import token_ids
 from hasslefree.pipeline.text import read_texts
 from hasslefree.recipe.resolve import with_defaults
 from hasslefree.texts.segments import draw_segments

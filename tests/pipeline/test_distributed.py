@@ -19,7 +19,7 @@ from hasslefree import Recipe
 from hasslefree.demo.run import CALIBRATION, MODEL
 from hasslefree.distributed import World, process_group
 from hasslefree.errors import CalibrationError
-from hasslefree.pipeline.inputs import check_segments
+from hasslefree.pipeline.preflight import check_segments
 from tests.listeners import by_layer, free_port
 from tests.tiny_models import NO_TOKENIZER, build, segments, tensors_of
 

@@ -22,8 +22,7 @@ from hasslefree.errors import RecipeError, option
 from hasslefree.models.activations import check_storage
 from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.models.weights import Weights
-from hasslefree.pipeline.inputs import check_segments, open_model, target_of
-from hasslefree.pipeline.preflight import preflight
+from hasslefree.pipeline.preflight import check_segments, open_model, preflight, target_of
 from hasslefree.pipeline.text import read_texts
 from hasslefree.planning.advice import Advice
 from hasslefree.planning.duration import seconds_by_phase

@@ -268,25 +268,14 @@ def compress_block(task: Task, hidden: Activations) -> list[Done]:
     groups = groups_by_input(reads)
     with every_expert_called(visit.block):
         if runs_at_once(task.job, visit, task.plans, reads, hidden):
-            done, output = compress_in_one_pass(task, hidden, groups)
-            hidden[:] = output
-            visit.has_run = True
-            return done
-        if task.job.resolved.sequential == "block":
-            return compress_together(task, hidden, groups)
-        done = []
+            return compress_in_one_pass(task, hidden, groups)
+        done: list[Done] = []
         for together in passes(task, groups, hidden.device):
-            done += compress_together(task, hidden, together)
+            grams = gather(visit.block, visit.prefix, visit.call, hidden, together, task.world)
+            task.collecting.advance(sum(len(group) for group in together))
+            with task.solving.running():
+                done += compress_groups(task, together, grams)
     return done
-
-
-def compress_together(task: Task, hidden: Activations, groups: list[list[str]]) -> list[Done]:
-    """Decompose and replace groups of layers after one pass that collects their inputs."""
-    visit = task.visit
-    grams = gather(visit.block, visit.prefix, visit.call, hidden, groups, task.world)
-    task.collecting.advance(sum(len(group) for group in groups))
-    with task.solving.running():
-        return compress_groups(task, groups, grams)
 
 
 def runs_at_once(
@@ -317,11 +306,14 @@ def runs_at_once(
 
 
 def passes(task: Task, groups: list[list[str]], device: torch.device) -> list[list[list[str]]]:
-    """The groups of layers for each pass; a pass sees the layers that earlier passes have changed.
+    """The groups of layers for each pass that collects their inputs; a pass sees the layers that
+    earlier passes have changed.
 
     Experts of one module do not see each other: their groups are in one pass, as many as
     `room_for_sums` holds.
     """
+    if task.job.resolved.sequential == "block":
+        return [groups]
     room = task.world.broadcast(room_for_sums(device))  # the same passes in all processes
     groups_of_kind = defaultdict[tuple[object, ...], list[list[str]]](list)
     for group in groups:
@@ -348,13 +340,11 @@ def kind_of(task: Task, name: str) -> tuple[object, ...]:
     return (id(experts[0]), name.rpartition(".")[2])
 
 
-def compress_in_one_pass(
-    task: Task, hidden: Activations, groups: list[list[str]]
-) -> tuple[list[Done], Tensor]:
+def compress_in_one_pass(task: Task, hidden: Activations, groups: list[list[str]]) -> list[Done]:
     """Decompose and replace every group of layers as soon as its input is computed.
 
-    Returns:
-        The compressed layers, and the outputs of the block for all segments.
+    Args:
+        hidden: inputs of the block, which become its outputs.
     """
     visit = task.visit
     seqlen = hidden.states.shape[1]
@@ -363,7 +353,10 @@ def compress_in_one_pass(
         for group in groups:
             arrived = partial(replace_group, task, group, seqlen, done, opened)
             opened.enter_context(find_site(visit.block, group[0]).on_call(arrived))
-        return done, visit.call.run(visit.block, hidden[:])
+        output = visit.call.run(visit.block, hidden[:])
+    hidden[:] = output
+    visit.has_run = True
+    return done
 
 
 def replace_group(

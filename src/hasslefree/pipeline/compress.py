@@ -26,10 +26,15 @@ from hasslefree.models.weights import Weights
 from hasslefree.pipeline.allocation import allocate
 from hasslefree.pipeline.block import compress_blocks
 from hasslefree.pipeline.held_out import Check
-from hasslefree.pipeline.inputs import check_segments, open_model, target_of, token_ids
 from hasslefree.pipeline.job import Job
 from hasslefree.pipeline.metadata import configuration, described, recorded, write_rest
-from hasslefree.pipeline.preflight import preflight
+from hasslefree.pipeline.preflight import (
+    check_segments,
+    open_model,
+    preflight,
+    target_of,
+    token_ids,
+)
 from hasslefree.pipeline.text import read_texts
 from hasslefree.pipeline.training import matching_text, train_and_check
 from hasslefree.planning.duration import seconds_by_phase

@@ -20,7 +20,7 @@ from hasslefree.models.calibrate import run_block
 from hasslefree.models.precision import computing
 from hasslefree.models.probe import logits_of
 from hasslefree.models.walk import Visit, Walk
-from hasslefree.pipeline.inputs import check_segments
+from hasslefree.pipeline.preflight import check_segments
 from hasslefree.pipeline.text import Texts
 from hasslefree.planning.schedule import HELD_OUT_ROWS, segments_held_out
 from hasslefree.progress import CHECK, Phase
