@@ -74,11 +74,14 @@ class FolderSize:
         return self.layer_dense_bytes + self.other_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        totals = {
-            name: getattr(self, name)
-            for name in ("layer_bytes", "layer_dense_bytes", "bytes", "dense_bytes")
+        return {
+            **vars(self),
+            "layers": [layer.to_dict() for layer in self.layers],
+            "layer_bytes": self.layer_bytes,
+            "layer_dense_bytes": self.layer_dense_bytes,
+            "bytes": self.bytes,
+            "dense_bytes": self.dense_bytes,
         }
-        return {**vars(self), "layers": [layer.to_dict() for layer in self.layers], **totals}
 
 
 def inspect_folder(folder: Path) -> FolderSize:

@@ -60,7 +60,6 @@ from hasslefree.progress import (
     Phases,
 )
 from hasslefree.recipe.recipe import Recipe
-from hasslefree.recipe.resolve import Resolved
 from hasslefree.train.reference import Reference
 from hasslefree.train.trainer import reference_of
 from hasslefree.validation import typed
@@ -133,7 +132,12 @@ def compress(
         HasslefreeError: anything wrong with the input; as far as possible, before the first layer
             is changed.
     """
-    resolved = resolve_recipe(recipe, with_text=segments is None)
+    with_text = segments is None
+    if recipe is None:
+        recipe = Recipe()
+    elif not isinstance(recipe, Recipe):
+        recipe = Recipe.from_yaml(recipe, with_text)
+    resolved = recipe.resolve(with_text)
     folder = Path(out).resolve()
     check_request(model, folder, resume, overwrite)
     check_storage(activations)
@@ -201,19 +205,6 @@ def compress(
     # Files are written from the first block on, so this phase begins early and ends last.
     times = sorted(phases.times(), key=lambda phase: phase.name == WRITING)
     return dataclasses.replace(record, seconds=work.seconds, phases=tuple(times))
-
-
-def resolve_recipe(recipe: Recipe | str | Path | None, with_text: bool) -> Resolved:
-    """Resolve a recipe, the path of a YAML file, or None for the default recipe.
-
-    Args:
-        with_text: check the calibration text too.
-    """
-    if recipe is None:
-        recipe = Recipe()
-    elif not isinstance(recipe, Recipe):
-        recipe = Recipe.from_yaml(recipe, with_text)
-    return recipe.resolve(with_text)
 
 
 def check_request(

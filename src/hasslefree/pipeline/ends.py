@@ -195,8 +195,7 @@ def replace_ends(
             continue
         for name in end.names:
             tensors.pop(f"{name}.weight", None)
-        for leaf, tensor in layers[end.name].state_dict().items():
-            tensors[f"{end.name}.{leaf}"] = tensor
+        tensors |= layers[end.name].state_dict(prefix=f"{end.name}.")
 
 
 def stored_ends(job: Job) -> dict[str, SparseLowRankLinear]:

@@ -43,12 +43,13 @@ class Check:
         of_code: the number of the latter.
     """
 
-    def __init__(self, walk: Walk, segments: Tensor, of_code: int = 0):
+    compressed: Activations
+
+    def __init__(self, walk: Walk, segments: Tensor, of_code: int):
         self.walk = walk
         self.segments = segments
         self.of_code = of_code
         self.dense = walk.entering(segments)
-        self.compressed = self.dense.copy()
 
     @classmethod
     def of(cls, walk: Walk, texts: Texts, used: Tensor) -> Self | None:
@@ -73,9 +74,8 @@ class Check:
         return cls(walk, segments.to(walk.weights.device), len(of_code))
 
     def enter_again(self) -> None:
-        """Let the text enter the compressed model through its embedding, if that is compressed."""
-        if self.walk.rounded:
-            self.compressed = self.walk.entering(self.segments)
+        """Let the text enter the compressed model through its embedding."""
+        self.compressed = self.walk.entering(self.segments)
 
     def following(self, visits: Iterator[Visit]) -> Iterator[Visit]:
         """Yield the same visits, and run the text through each block before and after each."""
@@ -86,7 +86,7 @@ class Check:
 
     def run_again(self) -> None:
         """Run the text through the compressed model as it is now, all of it in memory."""
-        self.compressed = self.walk.entering(self.segments)
+        self.enter_again()
         for block, call in zip(self.walk.blocks.modules, self.walk.calls, strict=True):
             run_block(block, call, self.compressed)
 

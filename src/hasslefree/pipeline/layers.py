@@ -87,8 +87,7 @@ def compress_group(task: Task, plans: Plans, gram: Gram) -> dict[str, Done]:
             prepared = method.prepare(gram)
         preparing = (time.perf_counter() - start) / len(plans)
         for name, plan in plans.items():
-            layer, record = compress_layer(task, name, plan, gram, prepared)
-            record = dataclasses.replace(record, seconds=record.seconds + preparing)
+            layer, record = compress_layer(task, name, plan, gram, prepared, preparing)
             done[name] = (layer, record)
             task.solving.advance(layer=record)
     except HasslefreeError as error:
@@ -96,12 +95,15 @@ def compress_group(task: Task, plans: Plans, gram: Gram) -> dict[str, Done]:
     return done
 
 
-def compress_layer(task: Task, name: str, plan: LayerPlan, gram: Gram, prepared: Any) -> Done:
+def compress_layer(
+    task: Task, name: str, plan: LayerPlan, gram: Gram, prepared: Any, preparing: float
+) -> Done:
     """Decompose one layer.
 
     Args:
         name: of the layer in its block.
         prepared: what the method has computed from the Gram matrix.
+        preparing: the layer's part of the seconds which that took.
     """
     start = time.perf_counter()
     full_name = f"{task.visit.prefix}.{name}"
@@ -117,7 +119,7 @@ def compress_layer(task: Task, name: str, plan: LayerPlan, gram: Gram, prepared:
             weight, gram, solver, prepared, plan.kept, plan.rank, seed, plan.factor_bits
         )
     layer = SparseLowRankLinear.from_decomposition(result, site.bias, plan.pattern)
-    seconds = time.perf_counter() - start
+    seconds = preparing + time.perf_counter() - start
     record = LayerRecord.of(full_name, layer.spec, result, seconds, layer.stored_bytes)
     if not gram.tokens:
         record = dataclasses.replace(record, remarks=(*record.remarks, NEVER_ROUTED))

@@ -251,12 +251,8 @@ def block_tensors(block: nn.Module, prefix: str, tied: Container[str] = ()) -> d
     Args:
         tied: names that are left out.
     """
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in block.state_dict().items():
-        full_name = f"{prefix}.{name}"
-        if full_name not in tied:
-            tensors[full_name] = tensor
-    return tensors
+    tensors = block.state_dict(prefix=f"{prefix}.")
+    return {name: tensor for name, tensor in tensors.items() if name not in tied}
 
 
 def outside_tensors(model: PreTrainedModel, blocks: Blocks) -> dict[str, Tensor]:
