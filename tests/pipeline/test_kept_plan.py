@@ -5,7 +5,7 @@ import pytest
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.errors import CheckpointError
-from hasslefree.pipeline import allocation
+from hasslefree.pipeline import compress as module
 from hasslefree.progress import ALLOCATION, PROBES
 from tests.listeners import by_layer
 from tests.tiny_models import build, segments
@@ -45,7 +45,7 @@ def test_a_resumed_run_chooses_nothing_and_ends_with_the_same_bytes(name, tmp_pa
     compress(tmp_path / "whole", name)
     interrupted(tmp_path / "out", name)
     for way in ("by_sensitivity", "by_outliers"):
-        monkeypatch.setattr(allocation, way, lambda *args: pytest.fail("dealt again"))
+        monkeypatch.setattr(module, way, lambda *args: pytest.fail("dealt again"))
     record = compress(tmp_path / "out", name, resume=True)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert not {ALLOCATION, PROBES} & {phase.name for phase in record.phases}

@@ -10,7 +10,7 @@ from hasslefree import Joint, Recipe, SemiStructured
 from hasslefree.core.protocols import Method
 from hasslefree.distributed import World
 from hasslefree.errors import MemoryShortError
-from hasslefree.pipeline import allocation, layers
+from hasslefree.pipeline import compress, layers
 from hasslefree.planning.plan import LayerPlan
 from tests.tiny_models import build, segments
 
@@ -51,7 +51,7 @@ def test_memory_that_runs_out_is_named(kind, message, tmp_path, monkeypatch):
 def test_layers_are_fitted_with_the_weights_of_their_outputs(allocate, weighted, tmp_path, monkeypatch):
     """Oracle: what the allocation measured, by the names of all layers."""
     measured, given = {}, []
-    solve, find = layers.solve_layer, allocation.by_sensitivity
+    solve, find = layers.solve_layer, compress.by_sensitivity
 
     def remembered(*args, **settings):
         found = find(*args, **settings)
@@ -62,7 +62,7 @@ def test_layers_are_fitted_with_the_weights_of_their_outputs(allocate, weighted,
         given.append(getattr(method, "weights", None))
         return solve(weight, gram, method, *rest)
 
-    monkeypatch.setattr(allocation, "by_sensitivity", remembered)
+    monkeypatch.setattr(compress, "by_sensitivity", remembered)
     monkeypatch.setattr(layers, "solve_layer", solved)
     recipe = Recipe(rank=2, effort="fast", allocate=allocate)
     record = hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments(6))

@@ -144,7 +144,14 @@ def intact_progress(folder: Path) -> Progress:
     Raises:
         CheckpointError: a file is damaged.
     """
-    progress = with_whole_plan(read_progress(folder), folder)
+    progress = read_progress(folder)
+    dealt = progress.dealt
+    if dealt is not None and dealt.sha256 is not None:
+        file = folder / OUTPUT_WEIGHTS
+        if file.is_file():
+            check_bytes(file, dealt.sha256, "bits and ranks are chosen again")
+        else:
+            progress.dealt = None
     parts: list[FinishedPart] = []
     for part in progress.parts:
         file = folder / "model" / part.file
@@ -162,21 +169,7 @@ def intact_progress(folder: Path) -> Progress:
     # All blocks are trained together: if the file of one is missing, all are dropped.
     if progress.predictions is not None and len(parts) < len(progress.parts):
         return Progress(parts[:1], progress.identity, progress.dealt)
-    return dataclasses.replace(progress, parts=parts)
-
-
-def with_whole_plan(progress: Progress, folder: Path) -> Progress:
-    """The same progress; without its plan if the file of its output weights is missing.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
-    if progress.dealt is None or progress.dealt.sha256 is None:
-        return progress
-    file = folder / OUTPUT_WEIGHTS
-    if not file.is_file():
-        return dataclasses.replace(progress, dealt=None)
-    check_bytes(file, progress.dealt.sha256, "bits and ranks are chosen again")
+    progress.parts = parts
     return progress
 
 

@@ -5,6 +5,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +89,8 @@ def file_names(model: str) -> Iterable[str]:
     network, of those in the hub's cache.
     """
     if not Path(model).is_dir():
-        try:
-            names = huggingface_hub.list_repo_files(model)
-        except Exception:  # or a repository that is gone: requests raise anything
-            pass
-        else:
-            return [name for name in names if "/" not in name]
+        with suppress(Exception):  # or a repository that is gone: requests raise anything
+            return [name for name in huggingface_hub.list_repo_files(model) if "/" not in name]
     folder = folder_of(model)
     if folder is None:
         return ()

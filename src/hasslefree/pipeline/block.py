@@ -197,8 +197,8 @@ def copied_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
         logger.info(
             "not loaded by transformers, copied as they are: %s", ", ".join(by_kind(copied))
         )
-    if len(copied) < len(unloaded):
-        left_out = [name for name in unloaded if name not in copied]
+    left_out = [name for name in unloaded if name not in copied]
+    if left_out:
         logger.warning(
             "not loaded by transformers, and left out, because they are quantised: %s",
             ", ".join(by_kind(left_out)),

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hasslefree.allocate.allocation import Allocation, Choices, by_sensitivity
+from hasslefree.allocate.owl import by_outliers
 from hasslefree.bar import with_bar
 from hasslefree.checkpoint.entries import checksum
+from hasslefree.checkpoint.journal import Dealt
 from hasslefree.checkpoint.output import FILES, check_output
 from hasslefree.checkpoint.record import Record
 from hasslefree.checkpoint.resume import Unfinished, unfinished, unfinished_folder
@@ -23,7 +26,7 @@ from hasslefree.models.blocks import other_modalities
 from hasslefree.models.rules import Selection
 from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.models.weights import Weights
-from hasslefree.pipeline.allocation import allocate
+from hasslefree.packed.spec import LayerSpec
 from hasslefree.pipeline.block import compress_blocks
 from hasslefree.pipeline.held_out import Check
 from hasslefree.pipeline.job import Job
@@ -41,6 +44,8 @@ from hasslefree.planning.duration import seconds_by_phase
 from hasslefree.planning.machine import local_processes, memory_reused
 from hasslefree.planning.memory import states_bytes
 from hasslefree.planning.plan import (
+    LayerPlan,
+    Plan,
     bytes_to_write,
     digest,
     layer_room,
@@ -271,6 +276,50 @@ def run(job: Job, digests: dict[str, str]) -> Record:
         # As in OUT, `save_pretrained` keeps transformers' names, which the configuration lists.
         job.walk.model._weight_conversions = []  # type: ignore[assignment]
     return record
+
+
+def allocate(job: Job) -> Allocation:
+    """Plan the layers as the recipe's `allocate` asks for, in all processes alike.
+
+    A plan that is not uniform is kept in the unfinished folder: a resumed run takes it from there.
+    """
+    plan = job.plan
+    if job.resolved.allocate == "uniform":
+        return Allocation(plan)
+    if job.work.progress.dealt is not None:
+        return kept(job.work.progress.dealt, plan, job.work)
+    segments = job.local_segments
+    if job.resolved.allocate == "owl":
+        allocation = by_outliers(job.walk, plan, job.resolved, segments, job.world)
+    else:
+        allocation = by_sensitivity(job.walk, plan, job.resolved, job.room, segments, job.world)
+        allocation = dataclasses.replace(allocation, choices=Choices())  # others need none
+    allocation = job.world.broadcast(allocation)
+    if job.world.writes:
+        keep(allocation, job.work)
+    return allocation
+
+
+def keep(allocation: Allocation, work: Unfinished) -> None:
+    """Keep an allocation for a resumed run."""
+    matrices: list[dict[str, LayerSpec]] = []
+    for plans in allocation.plan.parts:
+        matrices.append({name: plan.spec for name, plan in plans.items()})
+    dealt = Dealt(matrices, allocation.sensitivities)
+    work.keep_plan(dealt, allocation.output_weights)
+
+
+def kept(dealt: Dealt, uniform: Plan, work: Unfinished) -> Allocation:
+    """The allocation of an earlier run, which has compressed the ends: it needs no look-ups.
+
+    Args:
+        uniform: the plan from which it was made.
+    """
+    parts: list[dict[str, LayerPlan]] = []
+    for plans, specs in zip(uniform.parts, dealt.matrices, strict=True):
+        parts.append({name: plans[name].like(spec) for name, spec in specs.items()})
+    ends, *blocks = parts
+    return Allocation(Plan(blocks, ends), dealt.sensitivities, work.output_weights(dealt))
 
 
 def phases_to_skip(job: Job) -> tuple[str, ...]:
