@@ -258,7 +258,7 @@ def test_code_that_was_read_is_not_held_out(monkeypatch):
     modules = [" ".join(map(str, range(start, start + 200))) for start in (0, 1000)]
     monkeypatch.setattr(held_out, "library_documents", lambda held_out: modules)
     recipe = Recipe(rank=2, method="eora", seqlen=SEQLEN, first_token=False)
-    texts = Texts(build("llama"), Numbers(), recipe, torch.device("cpu"), {"a.jsonl": 1.0}, {})
+    texts = Texts(build("llama"), Numbers(), recipe, torch.device("cpu"), {"a.jsonl": 1.0}, {}, {})
     used = torch.arange(200)[None, 4:].unfold(1, SEQLEN, SEQLEN)[0]
     found = held_out.code_segments(texts, 10, used)
     assert len(found) == 10

@@ -64,16 +64,16 @@ class Unfinished:
     `background_writes`, a thread writes a part while the next one is computed, which takes the
     memory of one more part.
 
-    overwrite: as for `check_output`. bytes: the size of the parts that were finished before this
-        run; those that it does not continue stay until `discard_earlier`.
+    bytes: the size of the parts that were finished before this run; those that it does not continue
+        stay until `discard_earlier`. overwrite: as for `check_output`.
     """
 
     def __init__(
         self,
         out: Path,
         progress: Progress,
+        bytes: int,
         overwrite: bool = False,
-        bytes: int = 0,
     ):
         self.out = out
         self.progress = progress
@@ -257,7 +257,7 @@ def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]
                 f" {option('resume', True)}, or start again with {option('overwrite', True)}"
             )
         continued = progress if resume else Progress([])
-        work = Unfinished(out, continued, overwrite, progress.bytes)
+        work = Unfinished(out, continued, progress.bytes, overwrite)
         with resumable(folder):
             work.sweep(progress)
         try:

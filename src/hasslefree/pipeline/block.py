@@ -275,6 +275,7 @@ def compress_block(task: Task, hidden: Activations) -> list[Done]:
             task.collecting.advance(sum(len(group) for group in together))
             with task.solving.running():
                 done += compress_groups(task, together, grams)
+            del grams  # they need not be in memory beside the next ones
     return done
 
 

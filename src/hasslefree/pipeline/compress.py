@@ -397,4 +397,4 @@ def workplace(out: Path, overwrite: bool, resume: bool, world: World) -> Iterato
             yield work
     else:
         progress = world.broadcast(None)
-        yield Unfinished(out, progress, bytes=progress.bytes)
+        yield Unfinished(out, progress, progress.bytes)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,7 @@ class Texts:
     device: torch.device
     shares: dict[str, float]
     documents: dict[str, Sequence[Any]]
-    left_out: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str]
 
     @property
     def seqlen(self) -> int:
