@@ -16,7 +16,7 @@ import hasslefree
 from hasslefree import Recipe
 from hasslefree.checkpoint import output
 from hasslefree.checkpoint import resume as journal
-from hasslefree.checkpoint.journal import Progress, read_progress
+from hasslefree.checkpoint.resume import Progress, read_progress
 from hasslefree.errors import CheckpointError, HasslefreeError, OutputError, WriteError
 from hasslefree.pipeline import layers
 from hasslefree.train.optimizer import BlockOptimizer

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from hasslefree.allocate.allocation import Allocation
 from hasslefree.checkpoint.entries import Entry
-from hasslefree.checkpoint.journal import FINAL, FITTED
 from hasslefree.checkpoint.plugin import empty_layer
+from hasslefree.checkpoint.resume import FINAL, FITTED
 from hasslefree.core.gram import Gram
 from hasslefree.errors import RecipeError, option
 from hasslefree.models.activations import Activations

@@ -15,10 +15,9 @@ from hasslefree.allocate.allocation import Allocation, Choices, by_sensitivity
 from hasslefree.allocate.owl import by_outliers
 from hasslefree.bar import with_bar
 from hasslefree.checkpoint.entries import checksum
-from hasslefree.checkpoint.journal import Dealt
 from hasslefree.checkpoint.output import FILES, check_output
 from hasslefree.checkpoint.record import Record
-from hasslefree.checkpoint.resume import Unfinished, unfinished, unfinished_folder
+from hasslefree.checkpoint.resume import Dealt, Unfinished, unfinished, unfinished_folder
 from hasslefree.distributed import World, process_group
 from hasslefree.errors import ModelError, OutputError
 from hasslefree.models.activations import check_storage

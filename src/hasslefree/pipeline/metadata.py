@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from hasslefree.checkpoint.card import FIGURE, base_licence, model_card
-from hasslefree.checkpoint.journal import FinishedPart, Progress
 from hasslefree.checkpoint.originals import (
     CODE_FILES,
     PROCESSOR_FILES,
@@ -23,6 +22,7 @@ from hasslefree.checkpoint.originals import (
 )
 from hasslefree.checkpoint.plugin import HasslefreeConfig
 from hasslefree.checkpoint.record import Record, versions
+from hasslefree.checkpoint.resume import FinishedPart, Progress
 from hasslefree.models.blocks import other_modalities
 from hasslefree.models.ends import asked
 from hasslefree.models.load import auto_class
