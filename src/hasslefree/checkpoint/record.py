@@ -272,10 +272,10 @@ class Record:
             rows["on code"] = perplexity_of_code(self, self.held_out_code)
         worst = sorted(self.layers, key=lambda layer: -layer.relative_error)[:LOST_MOST]
         errors = [f"{significant(layer.relative_error, 2):,g} in {layer.name}" for layer in worst]
-        errors.append("(relative, of the squared output on the calibration text")
+        note = "relative, of the squared output on the calibration text"
         if self.predictions is not None:
-            errors[-1] += ",\nbefore the fine-tuning"
-        rows["largest errors"] = "\n".join(errors) + ")"
+            note += ",\nbefore the fine-tuning"
+        rows["largest errors"] = "\n".join([*errors, f"({note})"])
         unreached = sum(NEVER_ROUTED in layer.remarks for layer in self.layers)
         if unreached:
             rows["experts"] = (

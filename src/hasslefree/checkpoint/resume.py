@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -133,10 +132,8 @@ class Progress:
         """
         if self.identity is None:
             return
-        recorded = self.identity
-        if "plan" not in identity:
-            recorded = {name: value for name, value in recorded.items() if name != "plan"}
-        changes = list(differences(recorded, as_json(identity)))
+        plan = {"plan": self.identity.get("plan")}
+        changes = list(differences(self.identity, plan | as_json(identity)))
         if changes:
             raise OutputError(
                 f"cannot resume: the settings differ: {'; '.join(changes)}. Give the same"
@@ -285,8 +282,14 @@ class Unfinished:
         # Frees GPU memory for the next part.
         on_cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
         sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
-        part = FinishedPart(file, "", sizes, entries, layers)
-        self.writes = run_in_background("write", partial(self._write_part, part, on_cpu))
+
+        def write() -> None:
+            with resumable(self.model / file):
+                written = save(self.model / file, on_cpu)
+                self.progress.parts.append(FinishedPart(file, written, sizes, entries, layers))
+                self._write_journal()
+
+        self.writes = run_in_background("write", write)
         if not self.background_writes:
             self.wait()
 
@@ -294,12 +297,6 @@ class Unfinished:
         """Wait until all parts are written. Raises an OutputError if the last one could not be."""
         for write in self.writes:
             write.result()
-
-    def _write_part(self, part: FinishedPart, tensors: dict[str, Tensor]) -> None:
-        with resumable(self.model / part.file):
-            written = save(self.model / part.file, tensors)
-            self.progress.parts.append(dataclasses.replace(part, sha256=written))
-            self._write_journal()
 
     def _write_journal(self) -> None:
         self.progress.seconds = self.seconds
