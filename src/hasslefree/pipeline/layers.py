@@ -1,19 +1,37 @@
-"""Solve the layers of a block whose inputs are known, and install them."""
+"""Solve the layers of a block whose inputs are known, and install them; and solve the embedding and
+the head.
+
+The ends are compressed before the blocks: these then get the inputs that they have in the
+compressed model. The inputs of the head are those of the dense model. An embedding that is not tied
+has no inputs to weight its errors: H = I. One that is tied counts as the head and, if its look-ups
+were measured, by them too (`allocate.ends`).
+"""
 
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hasslefree.allocate.allocation import Allocation
+from hasslefree.allocate.ends import with_look_ups
+from hasslefree.checkpoint.plugin import empty_end
 from hasslefree.checkpoint.record import NEVER_ROUTED, LayerRecord
-from hasslefree.core.gram import Gram
+from hasslefree.core.gram import Gram, relative, working_dtype
+from hasslefree.core.low_rank import LowRank
+from hasslefree.core.protocols import Decomposition
 from hasslefree.distributed import World
-from hasslefree.errors import HasslefreeError, MemoryShortError, option
+from hasslefree.errors import HasslefreeError, MemoryShortError, ModelError, option
+from hasslefree.models.calibrate import Collector, checked
+from hasslefree.models.calls import Stop, hooks
+from hasslefree.models.ends import End
+from hasslefree.models.precision import computing
+from hasslefree.models.probe import logits_of
 from hasslefree.models.sites import find_site
 from hasslefree.models.walk import Visit
 from hasslefree.models.weights import trim
@@ -21,10 +39,12 @@ from hasslefree.packed.linear import SparseLowRankLinear
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.pipeline.job import Job
 from hasslefree.planning.plan import LayerPlan
-from hasslefree.progress import Phase
+from hasslefree.progress import REFERENCE, Phase
 from hasslefree.solve.decompose import solve_layer
 from hasslefree.solve.methods import with_grid
+from hasslefree.solve.methods.joint_on_grid import JointOnGrid
 from hasslefree.solve.methods.weighted import Weighted
+from hasslefree.train.reference import Reference
 
 Plans = Mapping[str, LayerPlan]
 # A layer that was compressed, and its report.
@@ -182,3 +202,177 @@ def share_layer(
     for tensor in layer.state_dict().values():
         world.broadcast_(tensor, owner)
     return layer, record
+
+
+def compress_ends(
+    job: Job, allocation: Allocation, reference: Reference | None, solving: Phase
+) -> list[Done]:
+    """Compress the embedding and the head; each process solves its share.
+
+    Args:
+        reference: outputs of the last block of the dense model; None if the text is to run through
+            the dense model for them.
+        solving: the phase that counts layers.
+
+    Returns:
+        The compressed layers, the same in all processes.
+    """
+    plans = allocation.plan.ends
+    ends = [end for end in job.walk.blocks.ends if end.name in plans]
+    done: list[Done] = []
+    for index, end in enumerate(ends):
+        if end.head is None:
+            gram = Gram.identity(end.shape[1])
+        else:
+            of_head = head_gram(job, end.head, reference)
+            gram = with_look_ups(of_head, allocation.look_ups.get(end.name, 0.0))
+        owner = index % job.world.size
+        solved = None
+        with solving.running():
+            if owner == job.world.rank:
+                solved = compress_end(job, end, plans[end.name], gram)
+            layer, record = share_layer(
+                job.world, owner, solved, partial(empty_on_device, job, end)
+            )
+        done.append((layer, record))
+        solving.advance(layer=record)
+    return done
+
+
+def head_gram(job: Job, name: str, reference: Reference | None) -> Gram:
+    """The Gram of the inputs of the head on the text, in the dense model.
+
+    Raises:
+        ModelError: the model does not call the head.
+    """
+    walk = job.walk
+    if reference is None:
+        segments = job.local_segments
+        states = walk.entering(segments)
+        blocks = len(walk.blocks.modules)
+        for _ in walk.phases.counted(REFERENCE, walk.visits(states), blocks, "blocks"):
+            pass
+    else:
+        segments = reference.segments
+        states = reference.states
+    collector = Collector([name], segments.shape[1])
+    collector.calls_per_pass = 1
+    sums = collector.sums[name]
+    watching = hooks(collector.watch(walk.model))
+    with walk.outside(), computing(walk.model, walk.outer()), watching, torch.no_grad():
+        for index, segment in enumerate(segments):
+            collector.called.clear()
+            with suppress(Stop):
+                logits_of(walk.model, walk.blocks, walk.calls, segment, states[index])
+    if not sums.count:
+        raise ModelError(
+            f"{type(walk.model).__name__} does not call {name}, so there are no inputs to calibrate"
+            f" on; keep it dense with {option('leave_dense', name)}"
+        )
+    return checked(sums.gram(job.world), name)
+
+
+def compress_end(job: Job, end: End, plan: LayerPlan, gram: Gram) -> Done:
+    """Put a matrix on its grid, by GPTQ's sweep and descent, some rows at a time."""
+    start = time.perf_counter()
+    assert plan.grid is not None
+    method = JointOnGrid(plan.grid, relative=True)
+    with job.walk.outside():
+        module: Any = job.walk.model.get_submodule(end.name)
+        weight = module.weight.detach()
+        gram = gram.to(weight)
+        with memory_errors(f"compress {end.name}", weight.device):
+            prepared = method.prepare(gram)
+            parts: list[Decomposition] = []
+            losses: list[float] = []
+            for here, solver in method.by_rows(weight, prepared):
+                rows = weight[here]
+                parts.append(solve_layer(rows, gram, solver, prepared, plan.kept, 0, seed=0))
+                losses.append(gram.loss(rows.to(working_dtype(rows))))
+        result = joined(parts, losses)
+        layer = end.kind.from_decomposition(result, getattr(module, "bias", None), plan.pattern)
+    seconds = time.perf_counter() - start
+    return layer, LayerRecord.of(end.name, layer.spec, result, seconds, layer.stored_bytes)
+
+
+def joined(parts: list[Decomposition], losses: Sequence[float]) -> Decomposition:
+    """The decomposition of a matrix from those of its rows, some at a time.
+
+    Errors are relative to the norm of the rows, which are the weights of their mean.
+
+    Args:
+        losses: the squared norm of the rows of each part, tr(W H Wᵀ).
+    """
+    norms = torch.tensor(losses).double()
+    errors = torch.tensor([part.relative_error for part in parts]).double()
+    before = torch.tensor([part.relative_error_before_cast for part in parts]).double()
+    total = norms.sum().item()
+    return Decomposition(
+        torch.cat([part.sparse for part in parts]),
+        LowRank(torch.cat([part.low_rank.u for part in parts]), parts[0].low_rank.v),
+        relative((errors * norms).sum().item(), total),
+        relative((before * norms).sum().item(), total),
+        (),
+        tuple(dict.fromkeys(remark for part in parts for remark in part.remarks)),
+        stacked([part.quantised for part in parts]),
+    )
+
+
+def stacked(parts: Sequence[Any]) -> Any:
+    """The value whose tensors are those of the parts, row after row, as for codes and scales.
+
+    The tensors of a dataclass are those in its fields, and in the fields of these. All else is that
+    of the first part, and so are the scales of inputs, which all rows share.
+    """
+    first = parts[0]
+    if isinstance(first, Tensor) and first.ndim:
+        return torch.cat(tuple(parts))
+    if not dataclasses.is_dataclass(first):
+        return first
+    whole = {}
+    for field in dataclasses.fields(first):
+        values = [getattr(part, field.name) for part in parts]
+        shared = field.name == "input_scale"
+        whole[field.name] = values[0] if shared else stacked(values)
+    kind: Any = type(first)
+    return kind(**whole)
+
+
+def empty_on_device(job: Job, end: End, spec: LayerSpec) -> SparseLowRankLinear:
+    """A compressed layer without values, on the device of the job."""
+    return empty_end(end, job.walk.model, spec).to_empty(device=job.device)
+
+
+def use_ends(job: Job, layers: Mapping[str, SparseLowRankLinear]) -> None:
+    """Let the walk compute with the compressed matrices, by name, from now on."""
+    job.ends.update(layers)
+    for name, layer in layers.items():
+        job.walk.rounded[f"{name}.weight"] = layer.unpacked().detach()
+
+
+def replace_ends(
+    job: Job, tensors: dict[str, Tensor], layers: Mapping[str, SparseLowRankLinear]
+) -> None:
+    """Replace the weights of ends among the tensors outside the blocks by those of their layers."""
+    for end in job.walk.blocks.ends:
+        if end.name not in layers:
+            continue
+        for name in end.names:
+            tensors.pop(f"{name}.weight", None)
+        tensors |= layers[end.name].state_dict(prefix=f"{end.name}.")
+
+
+def stored_ends(job: Job) -> dict[str, SparseLowRankLinear]:
+    """Read the compressed matrices that the unfinished folder holds, by name."""
+    outside = job.work.progress.parts[0]
+    if not outside.entries:
+        return {}
+    tensors = job.work.read(outside)
+    layers: dict[str, SparseLowRankLinear] = {}
+    for end in job.walk.blocks.ends:
+        if end.name in outside.entries:
+            layer = empty_on_device(job, end, outside.entries[end.name].spec)
+            names = layer.state_dict().keys()
+            layer.load_state_dict({leaf: tensors[f"{end.name}.{leaf}"] for leaf in names})
+            layers[end.name] = layer
+    return layers
