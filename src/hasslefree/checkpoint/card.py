@@ -101,15 +101,15 @@ def model_card(
     """
     kinds = {"sparse": report.patterns, "quantized": report.bits, "low-rank": report.ranks}
     is_of_text = auto == "AutoModelForCausalLM"
+    base: dict[str, Any] = dict(licence)
+    if report.model.count("/") == 1 and not Path(report.model).exists():
+        base |= {"base_model": report.model, "base_model_relation": "quantized"}
     front = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation" if is_of_text else "image-text-to-text",
         tags=[TAG, *(tag for tag, layers in kinds.items() if layers)],
-        **licence,
+        **base,
     )
-    if report.model.count("/") == 1 and not Path(report.model).exists():
-        front.base_model = report.model
-        front.base_model_relation = "quantized"
     return rendered(
         "compressed.md",
         front,
