@@ -82,24 +82,24 @@ def advise(
                 model, recipe.dtype, Path(scratch), tokenizer, trust_remote_code
             )
         weights = Weights(loaded, target)  # it finds out which weights are tied
-        resolved, selection, _ = select_and_plan(loaded, resolved)
-        blocks = selection.blocks
-        uniform = uniform_plans(loaded, selection, resolved)
+        resolved, selection, plan = select_and_plan(loaded, resolved)
+        with_fewer_bits = uniform_plans(loaded, selection, resolved)[1:]
         # Before any block is read: tied weights are counted once.
-        room = layer_room(loaded, uniform[0], resolved)
-        dense = weights_on_disk(loaded, uniform[0]) - uniform[0].size
+        room = layer_room(loaded, plan, resolved)
+        dense = weights_on_disk(loaded, plan) - plan.size
         tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
         texts = read_texts(loaded, tokenizer, resolved, target)
         segments = texts.draw(phases).to(target)
         check_segments(loaded, segments, ALONE)
         untrained = dataclasses.replace(resolved, match_predictions=0)
         samples, seqlen = segments.shape
-        setup = Setup(loaded, blocks, uniform[0], untrained, samples, seqlen, target, activations)
+        blocks = selection.blocks
+        setup = Setup(loaded, blocks, plan, untrained, samples, seqlen, target, activations)
         phases.expected = seconds_by_phase(setup, without=(INPUTS, SOLVING))
         walk, _ = preflight(setup, weights, segments, phases, Path(scratch))
-        dealt = by_sensitivity(walk, uniform[0], resolved, room, segments, ALONE)
-        shown = [plan for plan in uniform if plan is uniform[0] or has_whole_bits(plan)]
-        return [Advice.of(plan, dense, dealt.divergence(plan)) for plan in (dealt.plan, *shown)]
+        dealt = by_sensitivity(walk, plan, resolved, room, segments, ALONE)
+        shown = [dealt.plan, plan, *filter(has_whole_bits, with_fewer_bits)]
+        return [Advice.of(each, dense, dealt.divergence(each)) for each in shown]
 
 
 def has_whole_bits(plan: Plan) -> bool:
