@@ -8,8 +8,7 @@ import torch
 
 import hasslefree
 from hasslefree import Recipe
-from hasslefree.pipeline.self_text import beginning, written_segments
-from hasslefree.pipeline.text import read_texts
+from hasslefree.pipeline.text import beginning, read_texts, written_segments
 from tests.tiny_models import build, number_tokenizer, tensors_of
 
 SEQLEN = 16

@@ -12,7 +12,7 @@ from hasslefree.demo.run import MODEL
 from hasslefree.errors import CalibrationError, ModelError
 from hasslefree.models.load import load_model, load_on_disk
 from hasslefree.models.tokenizer import load_tokenizer
-from hasslefree.pipeline.self_text import beginning, check_writer, whole_model, written_segments
+from hasslefree.pipeline.text import beginning, check_writer, whole_model, written_segments
 from tests.tiny_models import build, number_tokenizer
 
 SEQLEN = 48

@@ -8,7 +8,7 @@ from hasslefree.texts.hub import FEW, HUB_TEXTS, Protocol, documents_on_hub
 from hasslefree.texts.python import PYTHON, library_documents
 from hasslefree.texts.shares import MIXED, shares_of
 
-# The calibration text that the model writes itself (`pipeline.self_text`).
+# The calibration text that the model writes itself (`pipeline.text`).
 SELF = "self"
 # The texts that have a name: for evaluation, and for calibration.
 MEASURED = (*HUB_TEXTS, PYTHON)
