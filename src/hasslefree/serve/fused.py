@@ -7,7 +7,7 @@ Where vLLM has a kernel for the codes of S, S stays packed, and the low-rank par
 Otherwise S + u v is summed when the weights are loaded, and the layer is a dense one.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,49 +28,38 @@ Slices = str | int | tuple[int, ...] | None
 KernelFor = Callable[[Grid, tuple[int, int], torch.dtype], Any]
 
 
-def no_kernel(
-    grid: Grid,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-) -> None:
-    """Stand for vLLM where it is not installed."""
-
-
 class FusedLinear(nn.Module):
     """The product with all parts of a layer. The tensors are empty until every part is loaded.
 
     Args:
         parts: the compressed layers, in the order of their outputs.
         dtype: of the inputs and of the tensors.
-        device: of the tensors.
         kernel_for: makes vLLM's kernel. It is asked if all parts are complete and on the same grid.
+            None without vLLM.
     """
 
     def __init__(
         self,
         parts: list[Part],
         dtype: torch.dtype,
-        device: torch.device | str | None = None,
-        kernel_for: KernelFor = no_kernel,
+        kernel_for: KernelFor | None = None,
     ):
         super().__init__()
         self.parts = parts
         self.dtype = dtype
-        self.outs = [part.shard.shape[0] for part in parts]
+        self.outs = [part.local_shape[0] for part in parts]
         self.ranks = [part.rank for part in parts]
-        self.missing = set(range(len(parts)))
-        # The tensors of a part until it is complete, and codes until all parts are loaded.
-        self.waiting: list[dict[str, Tensor]] = [{} for _ in parts]
+        # The tensors of each part that is not complete, and codes until all parts are loaded.
+        self.waiting: dict[int, dict[str, Tensor]] = {index: {} for index in range(len(parts))}
         self.codes: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        shape = (sum(self.outs), parts[0].shard.shape[1])
+        shape = (sum(self.outs), parts[0].local_shape[1])
         self.grid = common_grid(parts)
         self.kernel: Any = None
-        if self.grid is not None:
+        if self.grid is not None and kernel_for is not None:
             self.kernel = kernel_for(self.grid, shape, dtype)
 
         def empty(*shape: int) -> nn.Parameter:
-            tensor = torch.empty(shape, dtype=dtype, device=device)
-            return nn.Parameter(tensor, requires_grad=False)
+            return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
         if self.kernel is None:
             self.weight = empty(*shape)
@@ -97,7 +86,7 @@ class FusedLinear(nn.Module):
             CheckpointError: the tensors of the part are damaged.
         """
         index = self._part(slices)
-        waiting = self.waiting[index]
+        waiting = self.waiting.setdefault(index, {})
         wanted = self.parts[index].tensors()
         if leaf not in wanted:
             raise ServeError(
@@ -107,8 +96,8 @@ class FusedLinear(nn.Module):
         # A copy, because some of vLLM's loaders read the next tensor into the same memory.
         waiting[leaf] = tensor.detach().clone()
         if waiting.keys() == wanted.keys():
-            self.load(index, waiting)
-            waiting.clear()
+            self._load(index, waiting)
+            del self.waiting[index]
 
     def _part(self, slices: Slices) -> int:
         """The index of the part that these slices belong to."""
@@ -130,31 +119,17 @@ class FusedLinear(nn.Module):
     def _names(self, indices: Iterable[int]) -> str:
         return ", ".join([self.parts[index].name for index in indices])
 
-    def load(self, index: int, tensors: Mapping[str, Tensor]) -> None:
-        """Load one part.
-
-        Args:
-            index: of the part.
-            tensors: its tensors in the folder, whole.
-
-        Raises:
-            CheckpointError: the tensors are damaged.
-        """
+    def _load(self, index: int, tensors: dict[str, Tensor]) -> None:
+        """Load one part from its whole tensors, which are cast in place."""
         part = self.parts[index]
         part.check(tensors)
         # Before codes are multiplied by their scales: a product has the dtype of its scale.
-        local = dict(tensors)
         for leaf, tensor in tensors.items():
             if tensor.is_floating_point():
-                local[leaf] = tensor.to(self.dtype)
+                tensors[leaf] = tensor.to(self.dtype)
         if self.kernel is None:
-            self.weight.data.split(self.outs)[index].copy_(part.dense(local))
-        else:
-            self._load_packed(index, local)
-        self.missing.discard(index)
-
-    def _load_packed(self, index: int, tensors: Mapping[str, Tensor]) -> None:
-        part = self.parts[index]
+            self.weight.data.split(self.outs)[index].copy_(part.dense(tensors))
+            return
         factors = part.factors(tensors)
         if factors is not None:
             self.low_rank_u[index].data.copy_(factors[0])
@@ -167,9 +142,9 @@ class FusedLinear(nn.Module):
 
     def finish(self) -> None:
         """Prepare the kernel, if there is one; a CheckpointError if a part was not loaded."""
-        if self.missing:
+        if self.waiting:
             raise CheckpointError(
-                f"the weight files lack tensors of {self._names(sorted(self.missing))}; download or"
+                f"the weight files lack tensors of {self._names(sorted(self.waiting))}; download or"
                 " copy the folder again"
             )
         if self.kernel is not None:
@@ -200,7 +175,7 @@ def common_grid(parts: list[Part]) -> Grid | None:
     if len(grids) > 1:
         return None
     [grid] = grids
-    width = parts[0].shard.shape[1]
+    width = parts[0].local_shape[1]
     if grid is None or width % (grid.group or width):
         return None
     return grid

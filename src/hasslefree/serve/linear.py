@@ -1,6 +1,5 @@
 """vLLM's linear layers with compressed weights: how they are divided, loaded and multiplied."""
 
-import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -70,7 +69,8 @@ class FusedLinearMethod(LinearMethodBase):
         if layer.compressed.kernel is None:
             kinds = ", ".join(dict.fromkeys(part.kind for part in parts))
             names = ", ".join(part.name for part in parts)
-            warn_of_summed(kinds, names, size(layer.compressed.weight.nbytes))
+            memory = size(layer.compressed.weight.nbytes)
+            warn_once((kinds, memory), SUMMED, kinds, names, memory)
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         """Remove the slots; a CheckpointError if the weight files lack a tensor of the layer."""
@@ -79,7 +79,8 @@ class FusedLinearMethod(LinearMethodBase):
                 delattr(layer, name)
         layer.compressed.finish()
         if getattr(layer.compressed.kernel, "use_w4a8", False):
-            warn_of_rounded_inputs(str(layer.compressed.grid))
+            grid = str(layer.compressed.grid)
+            warn_once((grid,), INPUTS_ROUNDED, grid)
 
     def apply(
         self,
@@ -154,20 +155,11 @@ def slice_sizes(layer: LinearBase, output_size: int) -> list[int]:
     return list(getattr(layer, "output_sizes", [output_size]))
 
 
-_summed_kinds: set[tuple[str, str]] = set()
+_warned: set[tuple[str, ...]] = set()
 
 
-def warn_of_summed(
-    kinds: str,
-    names: str,
-    memory: str,
-) -> None:
-    """Log once per kind and size of layers that they are dense in memory."""
-    if (kinds, memory) not in _summed_kinds:
-        _summed_kinds.add((kinds, memory))
-        logger.warning(SUMMED, kinds, names, memory)
-
-
-@functools.cache
-def warn_of_rounded_inputs(grid: str) -> None:
-    logger.warning(INPUTS_ROUNDED, grid)
+def warn_once(key: tuple[str, ...], message: str, *arguments: str) -> None:
+    """Log a warning, once per kind of layers, which `key` names."""
+    if key not in _warned:
+        _warned.add(key)
+        logger.warning(message, *arguments)

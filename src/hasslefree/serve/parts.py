@@ -14,35 +14,7 @@ from torch import Tensor
 from hasslefree.checkpoint.entries import Entry, check_index, check_tensors
 from hasslefree.core.factors import CodedRows
 from hasslefree.errors import ServeError
-from hasslefree.packed.storage import unpack_codes
 from hasslefree.serve.requirements import DENSE
-
-
-@dataclass(frozen=True)
-class Shard:
-    """The rows and columns of a weight (out, in) that a rank holds.
-
-    Args:
-        rows: ranges (start, stop), in the rank's order.
-        columns: one range (start, stop).
-    """
-
-    rows: tuple[tuple[int, int], ...]
-    columns: tuple[int, int]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in) of the shard."""
-        height = sum(stop - start for start, stop in self.rows)
-        return height, self.columns[1] - self.columns[0]
-
-    def take_rows(self, tensor: Tensor) -> Tensor:
-        """Select the rank's rows of a tensor (out, …)."""
-        return torch.cat([tensor[start:stop] for start, stop in self.rows])
-
-    def take_columns(self, tensor: Tensor) -> Tensor:
-        """Select the rank's columns of a tensor (…, in)."""
-        return tensor[..., slice(*self.columns)]
 
 
 @dataclass(frozen=True)
@@ -54,14 +26,22 @@ class Part:
         entry: its entry of config.json; None for a layer that stayed dense.
         shape: (out, in) of the whole weight.
         slices: the slices of vLLM's layer that it fills.
-        shard: what this rank holds.
+        rows: the rows of the shard as ranges (start, stop), in the rank's order.
+        columns: the columns of the shard.
     """
 
     name: str
     entry: Entry | None
     shape: tuple[int, int]
     slices: range
-    shard: Shard
+    rows: tuple[tuple[int, int], ...]
+    columns: slice
+
+    @property
+    def local_shape(self) -> tuple[int, int]:
+        """(out, in) of the shard."""
+        height = sum(stop - start for start, stop in self.rows)
+        return height, self.columns.stop - self.columns.start
 
     @property
     def kind(self) -> str:
@@ -91,16 +71,20 @@ class Part:
         if self.entry is not None:
             check_index(self.name, self.entry, tensors[self.entry.spec.layout.index])
 
+    def local_rows(self, tensor: Tensor) -> Tensor:
+        """Select the shard's rows of a tensor (out, …)."""
+        return torch.cat([tensor[start:stop] for start, stop in self.rows])
+
     def factors(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
         """This rank's u (out, r) and v (r, in); None for rank 0."""
-        if self.entry is None or not self.rank:
+        if not self.rank:
             return None
         u = tensors["low_rank_u"]
         v = tensors["low_rank_v"]
-        if self.entry.spec.factor_bits is not None:
+        if "low_rank_u_scale" in tensors:
             u = CodedRows(u, tensors["low_rank_u_scale"]).values()
             v = CodedRows(v, tensors["low_rank_v_scale"]).values()
-        return self.shard.take_rows(u), self.shard.take_columns(v)
+        return self.local_rows(u), v[:, self.columns]
 
     def codes(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's shard of a complete S on a grid without offsets: codes (out, in), and scales
@@ -108,27 +92,22 @@ class Part:
         """
         assert self.entry is not None
         spec = self.entry.spec
-        assert spec.grid is not None
-        width = self.shape[1]
-        codes = unpack_codes(tensors["weight_packed"], spec.grid.bits, width)
         scale = tensors["weight_scale"]
         groups = scale.shape[1]
-        first, last = (column * groups // width for column in self.shard.columns)
+        width = self.shape[1]
+        first = self.columns.start * groups // width
+        last = self.columns.stop * groups // width
         last = max(last, first + 1)  # a group that is a whole row belongs to every rank
         return (
-            self.shard.take_columns(self.shard.take_rows(codes)),
-            self.shard.take_rows(scale)[:, first:last],
-            self.shard.take_rows(spec.zeros(tensors))[:, first:last],
+            self.local_rows(spec.codes(tensors))[:, self.columns],
+            self.local_rows(scale)[:, first:last],
+            self.local_rows(spec.zeros(tensors))[:, first:last],
         )
 
     def dense(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """This rank's shard of S + u v, or of the dense weight: summed in float32 at least."""
-        if self.entry is None:
-            whole = tensors["weight"]
-        else:
-            spec = self.entry.spec
-            whole = spec.unpack(tensors)
-        shard = self.shard.take_columns(self.shard.take_rows(whole))
+        whole = self.entry.spec.unpack(tensors) if self.entry else tensors["weight"]
+        shard = self.local_rows(whole)[:, self.columns]
         factors = self.factors(tensors)
         if factors is None:
             return shard
@@ -168,6 +147,10 @@ class Division:
             ServeError: their shapes do not add up to the layer.
         """
         parts: list[Part] = []
+        column = 0
+        if self.local_width < self.width:
+            column = self.rank * self.local_width
+        columns = slice(column, column + self.local_width)
         first = 0
         for name, entry in entries.items():
             last = self._last_slice(entry, first)
@@ -175,7 +158,7 @@ class Division:
             shape = (sum(self.sizes[first:last]), self.width)
             if last > len(self.sizes) or (entry and entry.spec.shape != shape):
                 raise self._mismatch(entries)
-            parts.append(Part(name, entry, shape, slices, self._shard(slices)))
+            parts.append(Part(name, entry, shape, slices, self._rows(slices), columns))
             first = last
         if first < len(self.sizes):
             raise self._mismatch(entries)
@@ -200,8 +183,8 @@ class Division:
             f" has outputs {list(self.sizes)} and {self.width} inputs: {DENSE}"
         )
 
-    def _shard(self, slices: range) -> Shard:
-        """This rank's shard of some slices. If ranks outnumber key heads, neighbouring ranks hold
+    def _rows(self, slices: range) -> tuple[tuple[int, int], ...]:
+        """This rank's rows of some slices. If ranks outnumber key heads, neighbouring ranks hold
         the same heads.
         """
         rows = []
@@ -212,7 +195,4 @@ class Division:
             start = offset + self.rank * (size // local) // self.ranks * local
             rows.append((start, start + local))
             offset += size
-        column = 0
-        if self.local_width < self.width:
-            column = self.rank * self.local_width
-        return Shard(tuple(rows), (column, column + self.local_width))
+        return tuple(rows)

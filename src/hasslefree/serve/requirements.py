@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from hasslefree.errors import ServeError
 
-# (major, minor) of vLLM; docs/howto/serve.md says what was run with each.
+# (major, minor) of vLLM, the newest last; docs/howto/serve.md says what was run with each.
 VERSIONS = ((0, 32), (0, 33))
 EXPERT = re.compile(r"\.experts\.\d+\.")
 DENSE = "write a dense model with `hasslefree export FOLDER --to dense DEST` and serve DEST"
@@ -21,16 +21,13 @@ def check_vllm(version: str) -> None:
         installed = (int(numbers[1]), int(numbers[2]))
     if installed in VERSIONS:
         return
-    known = " and ".join([f"{major}.{minor}" for major, minor in VERSIONS])
-    newest = max(VERSIONS)
-    major, minor = newest
+    known = [f"{major}.{minor}" for major, minor in VERSIONS]
     update = ""
-    if installed > newest:
+    if installed > max(VERSIONS):
         update = "update hasslefree, or "
     raise ServeError(
-        f"this version of hasslefree serves compressed folders with vLLM {known}, but vLLM"
-        f" {version} is installed: "
-        f'{update}pip install "vllm=={major}.{minor}.*"'
+        f"this version of hasslefree serves compressed folders with vLLM {' and '.join(known)}, but"
+        f' vLLM {version} is installed: {update}pip install "vllm=={known[-1]}.*"'
     )
 
 
