@@ -2,12 +2,15 @@
 zeros or offsets.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hasslefree.checkpoint.entries import read_entries
+from hasslefree.checkpoint.record import IN_BLOCK
 from hasslefree.core.grids import Grid
 from hasslefree.errors import ModelError, option
 from hasslefree.models.experts import experts_of
@@ -18,7 +21,9 @@ from hasslefree.recipe.engines import ENGINES, GROUP, fused_apart, not_held
 
 @dataclass(frozen=True)
 class Coded:
-    """A layer whose S an engine holds exactly. group: the group size that the engine stores."""
+    """A layer whose S an engine holds exactly. group: the group size that the engine stores, or
+    the length of its blocks with several groups.
+    """
 
     layer: SparseLowRankLinear
     grid: Grid
@@ -43,19 +48,26 @@ class Coded:
         return self.repeated(self.layer.spec.zeros(tensors)).to(self.layer.weight)
 
 
-def check_specs(specs: Mapping[str, LayerSpec], engine: str) -> None:
-    """Raise a ModelError if an engine cannot hold one of some layers exactly."""
+def check_held(config: Any, engine: str) -> None:
+    """Raise a ModelError if an engine cannot hold a layer of a compressed model exactly.
+
+    Embedding and head become dense for an engine that takes no others.
+    """
+    entries = read_entries(config.quantization_config["modules"])
+    specs = {name: entry.spec for name, entry in entries.items()}
+    if not ENGINES[engine].embeddings:
+        specs = {name: spec for name, spec in specs.items() if IN_BLOCK.search(name)}
     for name, spec in specs.items():
         reason = obstacle(spec, engine)
         if reason:
             raise ModelError(
-                f"{engine} cannot hold layer {name}: {reason}; or {other_exports(specs)}"
+                f"{engine} cannot hold layer {name}: {reason}; or {other_exports(specs.values())}"
             )
 
 
-def other_exports(specs: Mapping[str, LayerSpec]) -> str:
+def other_exports(specs: Iterable[LayerSpec]) -> str:
     """The exports that need no engine, in words."""
-    if any(spec.rank for spec in specs.values()):
+    if any(spec.rank for spec in specs):
         return f"export with {option('to', 'dense')} or {option('to', 'peft')}"
     return f"export with {option('to', 'dense')}"
 
@@ -83,29 +95,26 @@ def obstacle(spec: LayerSpec, engine: str) -> str | None:
 
 
 def check_layers(model: PreTrainedModel, engine: str) -> dict[str, Coded]:
-    """The compressed layers by their names, or a ModelError if the engine cannot hold one of them
-    exactly.
+    """The compressed layers, which pass `check_held`, by their names; or a ModelError if the model
+    is of a kind that the engine cannot hold.
     """
-    layers = compressed_layers(model)
-    for name in layers:
+    held: dict[str, Coded] = {}
+    for name, layer in compressed_layers(model).items():
         if experts_of(model, name):
             raise ModelError(
                 f"{engine} cannot hold layer {name}: it belongs to experts, which this export does"
                 f" not know; or export with {option('to', 'dense')}"
             )
-    specs = {name: layer.spec for name, layer in layers.items()}
-    check_specs(specs, engine)
-    held: dict[str, Coded] = {}
-    for name, layer in layers.items():
         grid = layer.spec.grid
         assert grid is not None
-        group = grid.group if grid.block else ENGINES[engine].group_for(grid, layer.in_features)
-        held[name] = Coded(layer, grid, group or layer.in_features)
+        group = grid.block or ENGINES[engine].group_for(grid, layer.in_features)
+        held[name] = Coded(layer, grid, group)
     if ENGINES[engine].fuses:
         forms = dict.fromkeys(dense_linear(model), "dense")
         forms |= {name: str(coded.grid) for name, coded in held.items()}
         if apart := fused_apart(forms, {}):
-            raise ModelError(f"{apart}: {compress_again(engine)}; or {other_exports(specs)}")
+            others = other_exports(coded.layer.spec for coded in held.values())
+            raise ModelError(f"{apart}: {compress_again(engine)}; or {others}")
     return held
 
 

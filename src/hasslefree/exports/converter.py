@@ -108,6 +108,6 @@ def convert(
     except OSError as error:
         raise ModelError(f"the converter {command[0]} cannot be run: {error}; {remedy}") from None
     if done.returncode or not file.is_file():
-        lines = (done.stdout + done.stderr).split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "it says nothing")
+        said = (done.stdout + done.stderr).strip()
+        last = said.split("\n")[-1].strip() or "it says nothing"
         raise ModelError(f"llama.cpp's converter did not convert {dense}: {last}; {remedy}")

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hasslefree.bar import with_bar
 from hasslefree.checkpoint.card import export_card
-from hasslefree.checkpoint.entries import QUANT_METHOD, read_entries
+from hasslefree.checkpoint.entries import QUANT_METHOD
 from hasslefree.checkpoint.originals import (
     CODE_FILES,
     PROCESSOR_FILES,
@@ -27,9 +27,8 @@ from hasslefree.checkpoint.output import (
     replaced_files,
     replaced_whole,
 )
-from hasslefree.checkpoint.record import IN_BLOCK
 from hasslefree.errors import ModelError, OutputError, UnknownNameError, option
-from hasslefree.exports.codes import check_specs
+from hasslefree.exports.codes import check_held
 from hasslefree.exports.converter import dense_template
 from hasslefree.exports.formats import (
     Target,
@@ -47,7 +46,6 @@ from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.models.unloaded import unloaded_tensors, without_codes
 from hasslefree.packed.linear import compressed_layers
 from hasslefree.progress import LOADING, WRITING, Listener, Phases
-from hasslefree.recipe.engines import ENGINES
 from hasslefree.validation import typed
 
 logger = logging.getLogger(__name__)
@@ -190,18 +188,6 @@ def compressed_config(source: Path, trust_remote_code: bool) -> Any:
             " first"
         )
     return config
-
-
-def check_held(config: Any, engine: str) -> None:
-    """Raise a ModelError if an engine cannot hold a layer of a compressed model.
-
-    Embedding and head become dense for an engine that takes no others.
-    """
-    entries = read_entries(config.quantization_config["modules"])
-    specs = {name: entry.spec for name, entry in entries.items()}
-    if not ENGINES[engine].embeddings:
-        specs = {name: spec for name, spec in specs.items() if IN_BLOCK.search(name)}
-    check_specs(specs, engine)
 
 
 def bytes_needed(model: PreTrainedModel) -> int:

@@ -56,15 +56,16 @@ class Target:
         model.save_pretrained(folder, state_dict=tensors, max_shard_size=self.max_shard_size)
 
 
+@torch.no_grad()
 def summed(layer: SparseLowRankLinear) -> Tensor:
     """S + u v: (out, in), summed in float32 at least and rounded once to the layer's dtype."""
-    sparse = layer.unpacked().detach()
+    sparse = layer.unpacked()
     factors = layer.factors()
     if factors is None:
         return sparse
     u, v = factors
     wide = torch.promote_types(sparse.dtype, torch.float32)
-    whole = torch.addmm(sparse.to(wide), u.detach().to(wide), v.detach().to(wide))
+    whole = torch.addmm(sparse.to(wide), u.to(wide), v.to(wide))
     return whole.to(sparse.dtype)
 
 
@@ -85,11 +86,12 @@ def make_plain(model: PreTrainedModel, weight_of: Callable[[SparseLowRankLinear]
     sites = find_sites(original)
     ends = {end.name: end for end in find_ends(original)}
     for name, layer in compressed_layers(model).items():
+        weight = weight_of(layer).detach()
         if name in ends:
-            ends[name].restore(model, original, weight_of(layer).detach())
+            ends[name].restore(model, original, weight)
             continue
         site = sites[name]
-        site.set_weight(weight_of(layer).detach(), layer.bias)
+        site.set_weight(weight, layer.bias)
         site.module.train(model.training)
         model.set_submodule(name, site.module)
     fuse_experts(model)

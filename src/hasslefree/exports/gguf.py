@@ -115,23 +115,23 @@ def find_places(
     others = tuple(f"{name}." for name in other_modalities(original, find_blocks(original)))
     plain: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        if name.rpartition(".")[0] not in layers and not name.startswith(others):
+        module, _, leaf = name.rpartition(".")
+        is_packed = module in layers and leaf != "bias"
+        if not is_packed and not name.startswith(others):
             site = sites.get(name.removesuffix(".weight"))
             plain[name] = parameter.detach() if site is None else site.weight()
     matrices = {name: tensor for name, tensor in plain.items() if tensor.ndim == 2}
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, coded in layers.items():
-        shapes[name] = coded.layer.spec.shape
-    for name, tensor in matrices.items():
-        shapes[name] = tensor.shape
+    shapes |= {name: coded.layer.spec.shape for name, coded in layers.items()}
+    shapes |= {name: tensor.shape for name, tensor in matrices.items()}
 
     def values(name: str) -> Tensor:
         return summed(layers[name].layer) if name in layers else plain[name]
 
     places = find_matrices(template, shapes, values)
-    for name in matrices:
+    for name, tensor in matrices.items():
         place = places[name]
-        if not template.holds(place.name, place.ordered(plain[name])):
+        if not template.holds(place.name, tensor[place.rows]):
             raise template.error(f"is of another model: {place.name} has other values than {name}")
     # The names of a block begin alike: model.layers.0. here, and blk.0. there.
     blocks = {begin(name): begin(place.name) for name, place in places.items() if begin(name)}
@@ -142,29 +142,18 @@ def find_places(
         trained = read_record(folder).predictions is not None
     changed: dict[str, Tensor] = {}
     for name, tensor in plain.items():
-        owner = places.get(f"{name.removesuffix('bias')}weight")
-        if owner is not None:
-            changed |= find_bias(template, name, owner, tensor, trained=False)
-        elif tensor.ndim != 2:
-            moved = trained and begin(name) in blocks
-            changed |= find_vector(template, name, blocks.get(begin(name), ""), tensor, moved)
-    for name, coded in layers.items():
-        if coded.layer.bias is not None:
-            bias = coded.layer.bias.detach()
-            changed |= find_bias(template, f"{name}.bias", places[name], bias, trained)
+        if name in matrices:
+            continue
+        layer = name.removesuffix(".bias")
+        owner = places.get(layer, places.get(f"{name.removesuffix('bias')}weight"))
+        theirs = blocks.get(begin(name), "")
+        moved = trained and begin(name) in blocks
+        if owner is not None:  # the bias of a matrix, whose rows have the same order
+            theirs = owner.name.removesuffix("weight") + "bias"
+            moved = trained and layer in layers
+            tensor = tensor[owner.rows]
+        changed |= find_vector(template, name, theirs, tensor, moved)
     return places, changed
-
-
-def find_bias(
-    template: Template,
-    name: str,
-    place: Place,
-    ours: Tensor,
-    trained: bool,
-) -> dict[str, Tensor]:
-    """As `find_vector`, for the bias of a matrix at this place: its rows have the same order."""
-    theirs = place.name.removesuffix("weight") + "bias"
-    return find_vector(template, name, theirs, place.ordered(ours), trained)
 
 
 def begin(name: str) -> str:
@@ -202,7 +191,7 @@ def write_model(
             kind = tensor.tensor_type
             if name in ours:
                 layer = ours[name]
-                data = places[layer].ordered(blocks_of(layers[layer])).numpy()
+                data = blocks_of(layers[layer])[places[layer].rows].numpy()
                 kind = GGMLQuantizationType[types[name]]
             elif name in changed:
                 data = quantize(changed[name].numpy(), kind)
@@ -226,7 +215,7 @@ def write_adapter(
         for name, (u, v) in factors.items():
             place = places[name]
             writer.add_tensor(f"{place.name}.lora_a", v.float().contiguous().numpy())
-            writer.add_tensor(f"{place.name}.lora_b", place.ordered(u.float()).numpy())
+            writer.add_tensor(f"{place.name}.lora_b", u.float()[place.rows].numpy())
 
 
 @contextmanager

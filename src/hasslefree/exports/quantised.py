@@ -103,8 +103,7 @@ def write_mlx(model: PreTrainedModel, target: Target) -> dict[str, Path]:
         forms[stored_name(model, name)] = {"group_size": coded.group, "bits": coded.grid.bits}
         packed[name] = pack_affine(coded)
     factors = {stored_name(model, name): pair for name, pair in factors_of(model).items()}
-    adapter = write_mlx_adapter(factors, target.folder)
-    folders = adapter or {"mlx-base alone": target.folder}
+    folders = write_mlx_adapter(factors, target.folder)
     usual = max(forms.values(), key=list(forms.values()).count)
     others = {name: form for name, form in forms.items() if form != usual}
     write_base(model, packed, target, {"quantization": usual | others})
@@ -133,7 +132,7 @@ def pack_affine(coded: Coded) -> dict[str, Tensor]:
 def write_mlx_adapter(factors: Factors, folder: Path) -> dict[str, Path]:
     """adapters.safetensors and adapter_config.json with a scale of 1; nothing without factors."""
     if not factors:
-        return {}
+        return {"mlx-base alone": folder}
     rank = max(len(v) for _, v in factors.values())
     tensors = {}
     for name, (u, v) in factors.items():

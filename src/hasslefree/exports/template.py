@@ -8,6 +8,7 @@ has the dense weight W of each layer, and S + u v, which approximates it, is nea
 than to any other matrix.
 """
 
+import importlib.util
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -96,13 +97,11 @@ def template_error(path: Path, problem: str) -> ModelError:
 
 def check_package() -> None:
     """Raise a ModelError if the package gguf is not installed."""
-    try:
-        import gguf  # noqa: F401
-    except ImportError:
+    if importlib.util.find_spec("gguf") is None:
         remedy = 'pip install "hasslefree[gguf]"'
         raise ModelError(
             f"{option('to', 'gguf')} needs the package gguf, which is not installed: {remedy}"
-        ) from None
+        )
 
 
 def read_template(path: Path, dense: Path | None = None) -> Template:
@@ -139,10 +138,6 @@ class Place:
 
     name: str
     rows: Tensor
-
-    def ordered(self, tensor: Tensor) -> Tensor:
-        """Rows of ours in the order of the template."""
-        return tensor[self.rows]
 
 
 def find_matrices(
