@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from hasslefree.progress import PhaseTime
-from hasslefree.report.content import Content, Evaluation, read_content
+from hasslefree.report.content import Content, Evaluation, TextResult, read_content
 from hasslefree.report.page import render
 from hasslefree.report.samples import Sample, Samples
 from hasslefree.report.seconds import seconds_file, write_seconds
@@ -239,9 +239,9 @@ def crowd(file):
     (run,) = read_content([file.parent / "one"]).runs
     runs = []
     for i in range(8):
-        perplexities = {"close": 9 * (1 + 0.001 * i), "decade": 9 * (1 + 3.0 * i)}
+        texts = {"close": TextResult(9 * (1 + 0.001 * i)), "decade": TextResult(9 * (1 + 3.0 * i))}
         name = f"a-folder-with-a-long-name-{i}"
-        runs.append(dataclasses.replace(run, name=name, evaluation=Evaluation(perplexities)))
+        runs.append(dataclasses.replace(run, name=name, evaluation=Evaluation(texts)))
     path = file.with_name("crowd.html")
     path.write_text(render(Content(tuple(runs), {})), encoding="utf-8")
     return path

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NotRequired
 
 import torch
 from torch import Tensor
@@ -28,10 +27,18 @@ _EXPERT = re.compile(r"\.\d+(?=\.)")
 OUTSIDE = -1
 
 
-class _Perplexity(TypedDict):
+@dataclass(frozen=True)
+class TextResult:
+    """The results of a model on a text.
+
+    Args:
+        window: the tokens in a window; None if they are unknown.
+        kl: the KL divergence from the dense model; None if it was not measured.
+    """
+
     perplexity: Figure
-    window: NotRequired[Count]
-    kl: NotRequired[KLRecord]
+    window: Count | None = None
+    kl: KLRecord | None = None
 
 
 class _Accuracy(TypedDict):
@@ -43,7 +50,7 @@ class _Results:
     """The part of a file of `evaluate` that a report needs."""
 
     model: str
-    perplexity: dict[str, _Perplexity] = field(default_factory=dict)
+    perplexity: dict[str, TextResult] = field(default_factory=dict)
     tasks: dict[str, _Accuracy] = field(default_factory=dict)
     limit: Count | None = None
     dense: "_Results | None" = None
@@ -51,19 +58,25 @@ class _Results:
 
 @dataclass
 class Evaluation:
-    """The results of one model: perplexities by text, and accuracies of tasks as shares.
+    """The results of one model: those of texts by name, and accuracies of tasks as shares.
 
     Args:
-        windows: the tokens in a window of each text, where they are known.
-        kl: the KL divergence from the dense model, by text, where it was measured.
         limit: the rows of each task; None for all.
     """
 
-    perplexity: dict[str, float] = field(default_factory=dict)
-    windows: dict[str, int] = field(default_factory=dict)
-    kl: dict[str, KLRecord] = field(default_factory=dict)
+    texts: dict[str, TextResult] = field(default_factory=dict)
     tasks: dict[str, float] = field(default_factory=dict)
     limit: int | None = None
+
+    @property
+    def perplexity(self) -> dict[str, float]:
+        """The perplexities by text."""
+        return {name: text.perplexity for name, text in self.texts.items()}
+
+    @property
+    def kl(self) -> dict[str, KLRecord]:
+        """The KL divergences by text, where they were measured."""
+        return {name: text.kl for name, text in self.texts.items() if text.kl is not None}
 
     @property
     def average(self) -> float | None:
@@ -76,15 +89,8 @@ class Evaluation:
         """Add what a file holds, which replaces an earlier result. A text is known by the last part
         of its path.
         """
-        for text, row in results.perplexity.items():
-            name = Path(text).name
-            self.perplexity[name] = row["perplexity"]
-            self.windows.pop(name, None)
-            if "window" in row:
-                self.windows[name] = row["window"]
-            self.kl.pop(name, None)
-            if "kl" in row:
-                self.kl[name] = row["kl"]
+        for path, text in results.perplexity.items():
+            self.texts[Path(path).name] = text
         if results.tasks and results.limit != self.limit:
             self.tasks.clear()  # accuracies on other rows do not compare
             self.limit = results.limit
@@ -107,9 +113,9 @@ class Run:
     record: Record
     sizes: FolderSize
     spectra: dict[str, tuple[float, ...]]
-    evaluation: Evaluation
     command: str | None
     times: Seconds | None
+    evaluation: Evaluation = field(default_factory=Evaluation)
 
     @property
     def model(self) -> str:
@@ -136,12 +142,12 @@ class Content:
     @property
     def unlike(self) -> dict[str, list[int]]:
         """The texts whose perplexities do not compare, with the tokens in their windows."""
-        found: dict[str, list[int]] = {}
-        for text in {text for each in self.evaluations for text in each.windows}:
-            windows = {each.windows[text] for each in self.evaluations if text in each.windows}
-            if len(windows) > 1:
-                found[text] = sorted(windows)
-        return dict(sorted(found.items()))
+        windows: dict[str, set[int]] = {}
+        for evaluation in self.evaluations:
+            for name, text in evaluation.texts.items():
+                if text.window is not None:
+                    windows.setdefault(name, set()).add(text.window)
+        return {name: sorted(found) for name, found in sorted(windows.items()) if len(found) > 1}
 
     def dense_bytes(self, model: str) -> int | None:
         """The bytes of the dense model from which a folder was made; None for any other model."""
@@ -154,20 +160,40 @@ class Content:
 def read_content(paths: Sequence[Path]) -> Content:
     """Read folders that `compress` wrote, and JSON files that `evaluate` wrote.
 
-    The JSON files may be those of the folders, or of other models.
+    The JSON files may be those of the folders, or of other models. A file that is named wins over
+    those in the folders, and of these the first by name. A file in a folder is that of the folder,
+    unless it names the dense model.
 
     Raises:
         ModelError: a path does not exist, or no folder is named, or one twice.
         CheckpointError: a folder or a file is damaged.
     """
     folders = resolved_folders(paths)
-    evaluations = read_evaluations(paths, folders)
     above = os.path.commonpath([resolved.parent for resolved in folders])
-    runs: list[Run] = []
+    runs: dict[Path, Run] = {}
     for resolved, folder in folders.items():
-        evaluation = evaluations.pop(str(resolved), Evaluation())
-        runs.append(read_run(folder, str(resolved.relative_to(above)), evaluation))
-    return Content(tuple(runs), evaluations)
+        runs[resolved] = read_run(folder, str(resolved.relative_to(above)))
+    others: dict[str, Evaluation] = {}
+
+    def add(model: str | Path, results: _Results) -> None:
+        resolved = Path(model).resolve()
+        if resolved in runs:
+            runs[resolved].evaluation.add(results)
+        else:
+            others.setdefault(str(model), Evaluation()).add(results)
+        if results.dense is not None:
+            add(results.dense.model, results.dense)
+
+    for resolved, run in runs.items():
+        dense = run.record.model
+        for file in sorted(folders[resolved].glob("evaluation*.json"), reverse=True):
+            results = read_results(file)
+            add(dense if same_model(results.model, dense) else resolved, results)
+    for path in paths:
+        if not path.is_dir():
+            results = read_results(path)
+            add(results.model, results)
+    return Content(tuple(runs.values()), others)
 
 
 def resolved_folders(paths: Sequence[Path]) -> dict[Path, Path]:
@@ -189,34 +215,6 @@ def resolved_folders(paths: Sequence[Path]) -> dict[Path, Path]:
     return folders
 
 
-def read_evaluations(paths: Sequence[Path], folders: Mapping[Path, Path]) -> dict[str, Evaluation]:
-    """The evaluations in the folders and in the files that are named, by resolved folder or model.
-
-    A file that is named wins over those in the folders, and of these the first by name. A file in a
-    folder is that of the folder, unless it names the dense model.
-    """
-    evaluations: dict[str, Evaluation] = {}
-
-    def add(model: str, results: _Results) -> None:
-        resolved = Path(model).resolve()
-        key = str(resolved) if resolved in folders else model
-        evaluations.setdefault(key, Evaluation()).add(results)
-        if results.dense is not None:
-            add(results.dense.model, results.dense)
-
-    for resolved, folder in folders.items():
-        files = sorted(folder.glob("evaluation*.json"), reverse=True)
-        dense = read_record(folder).model if files else ""
-        for file in files:
-            results = read_results(file)
-            add(dense if same_model(results.model, dense) else str(resolved), results)
-    for path in paths:
-        if not path.is_dir():
-            results = read_results(path)
-            add(results.model, results)
-    return evaluations
-
-
 def read_results(file: Path) -> _Results:
     """Read a file of `evaluate`. Raises a CheckpointError if it holds no results."""
     try:
@@ -232,11 +230,7 @@ def read_results(file: Path) -> _Results:
     return results
 
 
-def read_run(
-    folder: Path,
-    name: str,
-    evaluation: Evaluation,
-) -> Run:
+def read_run(folder: Path, name: str) -> Run:
     """Load a folder's record, sizes and spectra."""
     sizes = inspect_folder(folder)
     record = read_record(folder)
@@ -246,7 +240,7 @@ def read_run(
         )
     command = command_of(record, trust_remote_code="auto_map" in read_json(folder / "config.json"))
     times = read_seconds(folder, (folder / "compression.json").read_text(encoding="utf-8"))
-    return Run(name, record, sizes, read_spectra(folder), evaluation, command, times)
+    return Run(name, record, sizes, read_spectra(folder), command, times)
 
 
 def read_spectra(folder: Path) -> dict[str, tuple[float, ...]]:
@@ -257,7 +251,7 @@ def read_spectra(folder: Path) -> dict[str, tuple[float, ...]]:
         if not name.endswith(".low_rank_u"):
             continue
         layer = name.removesuffix(".low_rank_u")
-        u = _factor(stored, f"{layer}.low_rank_u")
+        u = _factor(stored, name)
         v = _factor(stored, f"{layer}.low_rank_v")
         if not (torch.isfinite(u).all() and torch.isfinite(v).all()):
             raise CheckpointError(

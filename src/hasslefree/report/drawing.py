@@ -4,7 +4,6 @@ Colours are variables of page.css, so that charts on the page follow the reader'
 Files have the colours of the light scheme.
 """
 
-import functools
 import json
 import os
 import re
@@ -22,6 +21,9 @@ from hasslefree.errors import MemoryShortError
 from hasslefree.escaping import escaped, escaped_within
 
 ASSETS = Path(__file__).parent / "assets"
+
+# The process in which vl-convert runs JavaScript, in a thread. A forked child has no such thread.
+ENGINE_PROCESS = os.getpid()
 
 # The style of all charts.
 CONFIG: dict[str, Any] = json.loads((ASSETS / "config.json").read_text(encoding="utf-8"))
@@ -91,18 +93,10 @@ def png(svg: str) -> bytes:
     return vl_convert.svg_to_png(svg, scale=2)
 
 
-@functools.cache
-def _engine_process() -> int:
-    """The process in which vl-convert runs JavaScript, in a thread. A forked child has no such
-    thread.
-    """
-    return os.getpid()
-
-
 def _vega_svg(definition: str) -> str:
     """Draw Vega-Lite, in a process of its own if the engine cannot run in this one."""
     unlimited = resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
-    if _engine_process() == os.getpid() and unlimited:
+    if os.getpid() == ENGINE_PROCESS and unlimited:
         return vl_convert.vegalite_to_svg(definition)
     script = (
         "import sys, vl_convert; sys.stdout.write(vl_convert.vegalite_to_svg(sys.stdin.read()))"

@@ -14,7 +14,7 @@ from hasslefree.checkpoint.card import trained
 from hasslefree.checkpoint.record import kl_in_words
 from hasslefree.escaping import escaped_within
 from hasslefree.report.charts import comparisons, run_charts
-from hasslefree.report.content import OUTSIDE, Content, Evaluation, model_name, place
+from hasslefree.report.content import OUTSIDE, Content, model_name, place
 from hasslefree.report.drawing import ASSETS, CONFIG
 from hasslefree.report.maps import MAPS
 from hasslefree.report.samples import Samples
@@ -32,11 +32,11 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
     for index, run in enumerate(content.runs):
         worst = max(run.record.layers, key=lambda layer: layer.relative_error)
         charts.update(run_charts(run, content, str(index), worst.name))
-    columns = Evaluation()  # what is known of any model
-    for evaluation in content.evaluations:
-        columns.perplexity |= evaluation.perplexity
-        columns.kl |= evaluation.kl
-        columns.tasks |= evaluation.tasks
+    columns: dict[str, dict[str, Any]] = {}  # what is known of any model
+    for name in ("perplexity", "kl", "tasks"):
+        columns[name] = {}
+        for evaluation in content.evaluations:
+            columns[name] |= getattr(evaluation, name)
     scripts = [vega_bundle(), (ASSETS / "page.js").read_text(encoding="utf-8")]
     definitions = {name: drawing.on_page() for name, drawing in charts.items()}
     return (
