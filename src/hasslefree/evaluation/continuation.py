@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import TextStreamer
@@ -26,6 +24,7 @@ from hasslefree.models.load import (
     most_positions,
     resolve_device,
 )
+from hasslefree.models.names import folder_of
 from hasslefree.models.tokenizer import encode, load_tokenizer, surrounding_tokens
 from hasslefree.packed.linear import compressed_layers
 from hasslefree.planning.machine import free_memory
@@ -250,18 +249,11 @@ def dense_original(folder: Path, instead: str = "--dense") -> Path:
 
 
 def find_local_model(name: str) -> Path | None:
-    """Find the folder of a model, here or in the cache of the hub; nothing is downloaded.
-
-    Returns:
-        The folder, or None if it holds no weights.
+    """Find the folder of a model with weights, here or in the cache of the hub; None if there is
+    none. Nothing is downloaded.
     """
-    folder = Path(name)
-    if not folder.is_dir():
-        try:
-            folder = Path(snapshot_download(name, local_files_only=True))
-        except (LocalEntryNotFoundError, HFValidationError):
-            return None
-    if any(folder.glob("*.safetensors")):
+    folder = folder_of(name)
+    if folder is not None and any(folder.glob("*.safetensors")):
         return folder
     return None
 

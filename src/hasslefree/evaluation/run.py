@@ -220,11 +220,6 @@ class Subject:
         }
         return cls(model, tokenizer, results)
 
-    def add_text(self, text: str, row: dict[str, Any]) -> None:
-        self.results.setdefault("perplexity", {})[text] = row
-        name = self.results["model"]
-        logger.info("perplexity of %s on %s: %.3f", name, text, row["perplexity"])
-
     def add_scores(self, limit: int | None, keep: Callable[[], None], scores: Scores) -> None:
         """Add the accuracy on tasks so far to the results.
 
@@ -301,14 +296,13 @@ def evaluate(
         check_harness()
         libraries = versions("lm_eval")
         loaded = load_tasks(tasks, task_data, limit, phases)
+    names = [str(model)]
     if dense is not None:
+        names.append(str(dense))
         check_same_vocabulary(str(model), str(dense), trust_remote_code)
-    names = [model]
-    if dense is not None:
-        names.append(dense)
     with phases.phase(LOADING):
         subjects = [
-            Subject.load(str(name), libraries, dtype, device, trust_remote_code) for name in names
+            Subject.load(name, libraries, dtype, device, trust_remote_code) for name in names
         ]
     results = subjects[0].results
     beside = None
@@ -350,12 +344,17 @@ def evaluate(
 
 def add_row(subjects: Sequence[Subject], text: str, row: dict[str, Any]) -> None:
     """Add what `text_perplexity` measured to the results of a model, and of its dense one."""
+    rows = [row]
     before = row.pop("dense", None)
-    subjects[0].add_text(text, row)
-    for dense in subjects[1:]:
+    if before is not None:
         of_dense = row | {"perplexity": before}
         del of_dense["kl"]
-        dense.add_text(text, of_dense)
+        rows.append(of_dense)
+    for subject, measured in zip(subjects, rows, strict=True):
+        results = subject.results
+        results.setdefault("perplexity", {})[text] = measured
+        value = measured["perplexity"]
+        logger.info("perplexity of %s on %s: %.3f", results["model"], text, value)
 
 
 def check_same_vocabulary(
