@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from hasslefree.cli import run_app as main
 from hasslefree.cli.bench import speed_table
 from hasslefree.demo.run import MODEL
-from hasslefree.errors import MemoryShortError, ModelError, PromptError
+from hasslefree.errors import CheckpointError, MemoryShortError, ModelError, PromptError
 from hasslefree.evaluation import bench
 from hasslefree.evaluation.bench import SHORT, TURNS, Bench, Contender, Runner, Speed, run_bench, serve, transferable
 from hasslefree.evaluation.continuation import Writer
@@ -149,6 +149,15 @@ def test_memory_that_is_short_in_the_process_is_no_defect(error):
     found.connection, theirs = torch.multiprocessing.Pipe()
     theirs.send(transferable("m", error))
     with pytest.raises(MemoryShortError, match=r"not enough memory for m \(.*allocate.*dense='none'"):
+        found.answer()
+
+
+def test_a_damaged_file_is_still_one_after_the_pipe():
+    """The command line ends with exit code 1 for it, and with 2 for a mistake in what was typed."""
+    found = object.__new__(Contender)
+    found.connection, theirs = torch.multiprocessing.Pipe()
+    theirs.send(transferable("m", CheckpointError("model.safetensors is truncated")))
+    with pytest.raises(CheckpointError, match="model.safetensors is truncated"):
         found.answer()
 
 

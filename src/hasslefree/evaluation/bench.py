@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from hasslefree.errors import HasslefreeError, MemoryShortError, ModelError, PromptError, option
+from hasslefree.errors import (
+    WENT_WRONG,
+    HasslefreeError,
+    MemoryShortError,
+    ModelError,
+    PromptError,
+    option,
+)
 from hasslefree.evaluation.continuation import Writer
 from hasslefree.models.load import most_positions
 from hasslefree.packed.linear import use_backend
@@ -132,6 +139,9 @@ def transferable(name: str, error: Exception) -> Exception:
     """An exception in the process of a model, as one that a pipe transfers: many others cannot be
     made again.
     """
+    for kind in WENT_WRONG:
+        if isinstance(error, kind):
+            return kind(error.message)
     if isinstance(error, HasslefreeError):
         return ModelError(error.message)
     cause = str(error).partition("\n")[0]
