@@ -63,15 +63,6 @@ class Sampling(Checked):
     temperature: Figure = 0.0
     seed: Seed = 0
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments for `generate` of transformers."""
-        return {
-            "max_new_tokens": self.max_new_tokens,
-            "do_sample": self.temperature > 0,
-            "temperature": self.temperature or None,
-        }
-
 
 @dataclass(frozen=True)
 class Continuation:
@@ -165,7 +156,9 @@ class Writer:
                 attention_mask=torch.ones_like(ids),
                 streamer=stream,
                 tokenizer=self.tokenizer,  # which stop_strings need
-                **sampling.arguments,
+                max_new_tokens=sampling.max_new_tokens,
+                do_sample=sampling.temperature > 0,
+                temperature=sampling.temperature or None,
             )
             text = self.tokenizer.decode(stream.tokens, skip_special_tokens=True)
         return Continuation(text, tuple(stream.tokens), stream.times[-1] - stream.times[0])

@@ -169,6 +169,7 @@ def read_content(paths: Sequence[Path]) -> Content:
         CheckpointError: a folder or a file is damaged.
     """
     folders = resolved_folders(paths)
+    named = [read_results(path) for path in paths if not path.is_dir()]
     above = os.path.commonpath([resolved.parent for resolved in folders])
     runs: dict[Path, Run] = {}
     for resolved, folder in folders.items():
@@ -189,10 +190,8 @@ def read_content(paths: Sequence[Path]) -> Content:
         for file in sorted(folders[resolved].glob("evaluation*.json"), reverse=True):
             results = read_results(file)
             add(dense if same_model(results.model, dense) else resolved, results)
-    for path in paths:
-        if not path.is_dir():
-            results = read_results(path)
-            add(results.model, results)
+    for results in named:
+        add(results.model, results)
     return Content(tuple(runs.values()), others)
 
 

@@ -24,6 +24,7 @@ TEXTS = (".txt", ".raw")
 # Files of rows that are read here, and those that `datasets` reads, with its name of the format.
 LINES = (".jsonl", ".json")
 TABLES = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
+FORMATS = (*TEXTS, *LINES, *TABLES)
 # The split; and not a table that datasets made of a file of the same name and time.
 SPLIT: dict[str, Any] = {"split": "train", "download_mode": "reuse_cache_if_exists"}
 # Files with these names are parts of a data set, or describe one.
@@ -53,8 +54,8 @@ def local_documents(name: str, known: Sequence[str]) -> list[Document]:
         chosen = row_slice(match["rows"], path)
     kind = kind_of(path)
     is_folder = bool(name) and path.is_dir()
-    if not is_folder and kind not in (*TEXTS, *LINES, *TABLES):
-        formats = ", ".join(sorted([*TEXTS, *LINES, *TABLES]))
+    if not is_folder and kind not in FORMATS:
+        formats = ", ".join(sorted(FORMATS))
         raise UnknownNameError(
             "text", name, [*known, f"a file ({formats})", "a folder of datasets"]
         )
@@ -93,7 +94,7 @@ def folder_documents(path: Path) -> Iterator[Document]:
     kinds = {kind_of(file) for file in files}
     is_flat = all(file.is_file() for file in files)
     is_data_set = any(_OF_DATA_SET.fullmatch(file.stem) for file in files)
-    is_of_one_kind = len(kinds) == 1 and kinds <= {*TEXTS, *LINES, *TABLES}
+    is_of_one_kind = len(kinds) == 1 and kinds <= set(FORMATS)
     if is_flat and is_of_one_kind and not is_data_set:
         return chain.from_iterable(map(file_documents, files))
     return row_documents(path, folder_rows(path))
