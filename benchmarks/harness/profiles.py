@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from hasslefree.packed.kernels import cpu, nibbles, tables
+from hasslefree.packed.kernels import masks, nibbles, tables
 from hasslefree.packed.linear import SparseLowRankLinear
 
 LAYERS, HEAD, ATTENTION, OTHER, PYTHON = "layers", "output layer", "attention", "other operations", "Python"
@@ -79,7 +79,7 @@ def timing(model: PreTrainedModel) -> Iterator[Timed]:
     ]
     try:
         with contextlib.ExitStack() as stack:
-            for module in (cpu, nibbles, tables):
+            for module in (masks, nibbles, tables):
                 for name, kernel in vars(module).copy().items():
                     if isinstance(kernel, Dispatcher):
                         call = functools.partial(timed.timed, kernel)
