@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from hasslefree.core.factors import CodedFactors
-from hasslefree.core.gram import Gram, relative
+from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Grid, Quantised, Scaling
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern, Structured
@@ -159,26 +159,6 @@ class Solution:
     def error(self) -> float:
         """The objective at the end."""
         return self.history[-1]
-
-
-class Objective:
-    """tr(R H Rᵀ) / tr(W H Wᵀ) with R = W − S − L, for methods that compare several solutions.
-
-    Args:
-        weight: W, (out, in).
-        gram: H, damped.
-    """
-
-    def __init__(self, weight: Tensor, gram: Gram):
-        self.weight = weight
-        self.gram = gram
-        self.norm = gram.loss(weight)
-
-    def measure(self, pruned: Pruned, low_rank: LowRank) -> Solution:
-        """S and L as a solution whose history is their objective."""
-        loss = self.gram.loss(low_rank.residual(self.weight, pruned.sparse))
-        error = relative(loss, self.norm)
-        return Solution(pruned.sparse, low_rank, (error,), scaling=pruned.scaling)
 
 
 class Method(Sparsifier, ABC):

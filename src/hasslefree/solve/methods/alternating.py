@@ -16,9 +16,10 @@ from torch import Tensor
 from hasslefree.core.gram import Gram
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import LowRankSolver, Method, Objective, Pruned, Pruner, Solution
+from hasslefree.core.protocols import LowRankSolver, Method, Pruned, Pruner, Solution
 from hasslefree.errors import NonFiniteError, option, with_arguments
 from hasslefree.solve.low_rank.adam import Adam
+from hasslefree.solve.objective import Objective
 from hasslefree.solve.pruners.sparsegpt import SparseGPT
 from hasslefree.validation import Figure, Positive
 

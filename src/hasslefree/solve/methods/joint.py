@@ -17,7 +17,8 @@ from hasslefree.core import linalg, products
 from hasslefree.core.gram import Gram
 from hasslefree.core.low_rank import LowRank, subspace_steps
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import Method, Objective, Pruned, Solution
+from hasslefree.core.protocols import Method, Pruned, Solution
+from hasslefree.solve.objective import Objective
 from hasslefree.solve.project import project_step
 from hasslefree.solve.scaled import ScaledProblem, refit_scale
 from hasslefree.validation import Count, Factor, Figure, Positive

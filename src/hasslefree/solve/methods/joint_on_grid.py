@@ -18,11 +18,12 @@ from hasslefree.core.linalg import masked_cg, orthonormal, with_rows
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import KnownSupport, Pattern
 from hasslefree.core.products import tiles
-from hasslefree.core.protocols import Method, Objective, Pruned, Solution
+from hasslefree.core.protocols import Method, Pruned, Solution
 from hasslefree.solve.at_rate import ROWS
 from hasslefree.solve.grid_descent import descend
 from hasslefree.solve.low_rank.svd import Exact
 from hasslefree.solve.methods.joint import Joint
+from hasslefree.solve.objective import Objective
 from hasslefree.solve.pruners.sparsegpt import SparseGPT
 from hasslefree.solve.scaled import ScaledProblem
 from hasslefree.validation import Count, Figure, Positive

@@ -8,8 +8,9 @@ from torch import Tensor
 from hasslefree.core.gram import Gram
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import Method, Objective, Pruner, Solution
+from hasslefree.core.protocols import Method, Pruner, Solution
 from hasslefree.errors import BudgetError
+from hasslefree.solve.objective import Objective
 from hasslefree.validation import Figure
 
 # H, damped; and the result of `prepare` of the pruner.

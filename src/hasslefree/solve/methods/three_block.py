@@ -9,9 +9,10 @@ from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import lower_cholesky
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import Method, Objective, Pruned, Solution
+from hasslefree.core.protocols import Method, Pruned, Solution
 from hasslefree.solve.admm import ScaledSpectrum, SupportPenalty
 from hasslefree.solve.low_rank.svd import Exact, RandomizedSVD
+from hasslefree.solve.objective import Objective
 from hasslefree.validation import Figure
 
 # H, damped; its scaled spectrum; and the Cholesky factor of the scaled H.
