@@ -65,6 +65,8 @@ def test_the_relative_error_of_nothing_is_zero():
 def test_errors():
     with pytest.raises(NonFiniteError, match="NaN or Inf"):
         Gram.from_activations(torch.tensor([[1.0, float("nan")]]))
+    with pytest.raises(ShapeError, match="matrix must be a tensor, got ndarray"):
+        Gram(torch.eye(2).numpy(), 2)
     with pytest.raises(ShapeError, match="square"):
         Gram(torch.zeros(2, 3), 1)
 

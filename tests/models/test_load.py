@@ -226,6 +226,12 @@ def test_devices_that_are_not_there(device):
         resolve_device(device)
 
 
+def test_a_default_gpu_that_does_not_work_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ModelError, match="device 'cuda' cannot be used"):
+        resolve_device(None)
+
+
 def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "README.md").write_text("read me")
     with pytest.raises(ModelError, match="README.md is a file; give the folder of a model"):

@@ -184,11 +184,13 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def check_floating(name: str, tensor: Tensor) -> None:
-    """Raise ShapeError unless a tensor is of a floating dtype of at least 16 bits.
+    """Raise ShapeError unless an argument is a tensor of a floating dtype of at least 16 bits.
 
     Args:
-        name: the argument that holds the tensor.
+        name: of the argument.
     """
+    if not isinstance(tensor, Tensor):
+        raise ShapeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
         raise ShapeError(
             f"{name} must be of a floating dtype of at least 16 bits, got {dtype_name(tensor)};"

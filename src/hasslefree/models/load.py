@@ -327,15 +327,15 @@ def resolve_device(device: str | None) -> torch.device:
     """Check that a device can be used, and return it. None: the first GPU, or the CPU without
     one.
     """
-    default = "cuda" if torch.cuda.is_available() else "cpu"
+    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        resolved = torch.device(device or default)
+        resolved = torch.device(name)
         torch.zeros(1, device=resolved).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         # The next sentence lists all devices that torch has ever heard of.
         reason, _, _ = first_line(error).partition(". ")
         raise ModelError(
-            f"device {device!r} cannot be used: {reason}; use {option('device', 'cpu')}"
+            f"device {name!r} cannot be used: {reason}; use {option('device', 'cpu')}"
         ) from None
     return resolved
 

@@ -357,4 +357,6 @@ class Trainer:
                         total += divergence.item()
         tokens = len(self.reference.validation) * self.reference.seqlen
         mean = self.world.total(total, self.reference.segments.device) / tokens
-        return max(mean, 0.0)  # a divergence of nearly nothing may be rounded below zero
+        if mean < 0:  # a divergence of nearly nothing, rounded; NaN stays NaN
+            return 0.0
+        return mean
