@@ -112,6 +112,13 @@ def test_tasks_of_several_files_are_those_on_as_many_rows(limit, kept, folder):
     assert read_content([folder]).runs[0].evaluation.tasks == {"rte": 0.5} | kept
 
 
+def test_texts_of_the_same_file_name_stay_apart(folder):
+    rows = {path: {"perplexity": float(len(path))} for path in ("a/test.txt", "de/test.txt", "a/code.py")}
+    (folder / "evaluation.json").write_text(json.dumps({"model": str(folder), "perplexity": rows}))
+    perplexity = read_content([folder]).runs[0].evaluation.perplexity
+    assert perplexity == {"a/test.txt": 10.0, "de/test.txt": 11.0, "code.py": 9.0}
+
+
 def test_an_evaluation_brings_that_of_its_dense_model(folder, tmp_path):
     of_dense = {"model": "a/base", "perplexity": {"held_out.txt": {"perplexity": 30.0}}, "versions": {}}
     evaluation(folder / "evaluation.json", "anywhere", 40.0, dense=of_dense)

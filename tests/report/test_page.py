@@ -109,6 +109,15 @@ def test_perplexities_in_other_windows_do_not_compare(window, said, made, tmp_pa
     assert (note in page) == said
 
 
+def test_only_a_model_with_all_tasks_has_a_mean(made, tmp_path):
+    both = {"piqa": {"value": 0.5}, "rte": {"value": 0.25}}
+    for folder, tasks in ((made[0], both), (made[1], {"piqa": {"value": 0.875}})):
+        evaluation(tmp_path / f"{folder.name}.json", folder, 40.0, tasks=tasks)
+    table = render(read_content([*made, *tmp_path.iterdir()])).partition("mean of tasks")[2].partition("</table>")[0]
+    assert "<td>50 %</td><td>25 %</td><td>38 %</td>" in table.replace("\n", "")
+    assert "<td>88 %</td><td></td><td></td>" in table.replace("\n", "")
+
+
 def test_the_kl_is_beside_its_perplexity(made, tmp_path):
     folder = shutil.copytree(made[0], tmp_path / "out")
     kl = {"mean": 0.0123, "median": 0.004, "percentile_99": 0.2, "same_top_token": 0.9753}

@@ -87,10 +87,12 @@ class Evaluation:
 
     def add(self, results: _Results) -> None:
         """Add what a file holds, which replaces an earlier result. A text is known by the last part
-        of its path.
+        of its path, or by all of it if another text of the file ends in the same part.
         """
+        texts_of = Counter(Path(path).name for path in results.perplexity)
         for path, text in results.perplexity.items():
-            self.texts[Path(path).name] = text
+            name = Path(path).name
+            self.texts[name if texts_of[name] == 1 else path] = text
         if results.tasks and results.limit != self.limit:
             self.tasks.clear()  # accuracies on other rows do not compare
             self.limit = results.limit

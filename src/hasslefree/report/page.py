@@ -14,7 +14,7 @@ from hasslefree.checkpoint.card import trained
 from hasslefree.checkpoint.record import kl_in_words
 from hasslefree.escaping import escaped_within
 from hasslefree.report.charts import comparisons, run_charts
-from hasslefree.report.content import OUTSIDE, Content, model_name, place
+from hasslefree.report.content import OUTSIDE, Content, Evaluation, model_name, place
 from hasslefree.report.drawing import ASSETS, CONFIG
 from hasslefree.report.maps import MAPS
 from hasslefree.report.samples import Samples
@@ -32,11 +32,6 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
     for index, run in enumerate(content.runs):
         worst = max(run.record.layers, key=lambda layer: layer.relative_error)
         charts.update(run_charts(run, content, str(index), worst.name))
-    columns: dict[str, dict[str, Any]] = {}  # what is known of any model
-    for name in ("perplexity", "kl", "tasks"):
-        columns[name] = {}
-        for evaluation in content.evaluations:
-            columns[name] |= getattr(evaluation, name)
     scripts = [vega_bundle(), (ASSETS / "page.js").read_text(encoding="utf-8")]
     definitions = {name: drawing.on_page() for name, drawing in charts.items()}
     return (
@@ -47,7 +42,7 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
             runs=content.runs,
             charts=charts,
             comparisons=compared,
-            columns=columns,
+            columns=measured(content.evaluations),
             samples=samples,
             vega=vl_convert.get_vega_version(),
             data={"config": CONFIG, "charts": definitions},
@@ -56,6 +51,20 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
             hashes=[script_hash(script) for script in scripts],
         )
     )
+
+
+def measured(evaluations: Sequence[Evaluation]) -> dict[str, list[str]]:
+    """What is known of any model: the texts with a perplexity, those with a KL divergence, and the
+    tasks, each in the order in which they come.
+    """
+    perplexity: dict[str, Any] = {}
+    kl: dict[str, Any] = {}
+    tasks: dict[str, Any] = {}
+    for evaluation in evaluations:
+        perplexity |= evaluation.perplexity
+        kl |= evaluation.kl
+        tasks |= evaluation.tasks
+    return {"perplexity": list(perplexity), "kl": list(kl), "tasks": list(tasks)}
 
 
 @functools.cache
