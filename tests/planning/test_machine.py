@@ -24,6 +24,7 @@ VERSIONS = {
 def memory(monkeypatch, tmp_path):
     """A machine with 64 GB, of which 40 are available; this process has 1 GB, and no container."""
     monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "MEMBERSHIP", tmp_path / "cgroup")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=40 * GB, total=64 * GB))
     monkeypatch.setattr(psutil.Process, "memory_info", lambda self: SimpleNamespace(rss=GB))
@@ -54,6 +55,21 @@ def test_what_a_container_has_used_is_not_free(memory, folder, numbers, cache):
     (memory / folder / "memory.stat").write_text(f"anon 5\n{cache} {GB // 2}\n")
     assert machine.free_memory(CPU) == GB + 5 * GB // 2
     assert machine.total_memory(CPU) == 8 * GB
+
+
+@pytest.mark.parametrize(("folder", "numbers", "cache"), VERSIONS.values(), ids=VERSIONS)
+def test_the_limits_of_all_groups_around_a_process_hold(memory, folder, numbers, cache):
+    """As of a job of Slurm: the job may have 16 GB and has used 15, its step, in which we are, may have 12 and has
+    used 1. The limit of 8 GB is that of another controller's group, or of a group that we are not in.
+    """
+    (memory / "cgroup").write_text("7:cpu,pids:/slurm/other\n4:memory:/slurm/job/step\n0::/slurm/job/step\n")
+    for group, limit, used in (("", 32, 20), ("job", 16, 15), ("job/step", 12, 1), ("other", 8, 6)):
+        inside = memory / folder / "slurm" / group
+        inside.mkdir(parents=True)
+        for name, value in zip(numbers, (limit, used), strict=True):
+            (inside / name).write_text(f"{value * GB}\n")
+    assert machine.total_memory(CPU) == 12 * GB
+    assert machine.free_memory(CPU) == GB + GB
 
 
 def test_a_container_without_a_limit(memory):

@@ -8,7 +8,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -16,7 +17,10 @@ import torch
 from hasslefree.models.calibrate import pass_bytes
 from hasslefree.models.weights import trim
 
+# The control groups of this machine, and the list of those of this process
+# (https://man7.org/linux/man-pages/man7/cgroups.7.html).
 CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
 # Rows and columns of the matrices whose product is timed.
 SIDE = 1024
 
@@ -87,25 +91,60 @@ class ContainerMemory:
     free: int
 
 
-def container_memory() -> ContainerMemory | None:
-    """The limit of the control group, in its second or first version, and what is left of it; None
-    without one.
+class GroupFiles(NamedTuple):
+    """The files of a control group in one version of them.
+
+    Args:
+        controller: as the list of a process's groups names it; also the folder of all groups.
+        cache: the line of memory.stat with the pages of files that the system can drop.
     """
-    for folder, limit_file, used_file, cache in (
-        (CGROUPS, "memory.max", "memory.current", "inactive_file"),
-        (
-            CGROUPS / "memory",
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-            "total_inactive_file",
-        ),
-    ):
-        limit = _read_number(folder / limit_file)
-        used = _read_number(folder / used_file)
-        if limit is not None and used is not None:
-            held = max(used - _read_statistic(folder, cache), 0)
-            return ContainerMemory(limit, max(limit - held, 0))
-    return None
+
+    controller: str
+    limit: str
+    used: str
+    cache: str
+
+
+VERSIONS = (
+    GroupFiles("", "memory.max", "memory.current", "inactive_file"),
+    GroupFiles("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def container_memory() -> ContainerMemory | None:
+    """The least limit of the control groups of this process, in either version of them, and the
+    least that one of them leaves; None without a limit.
+    """
+    found: list[ContainerMemory] = []
+    for files in VERSIONS:
+        for group in own_groups(files.controller):
+            folder = CGROUPS / files.controller / group.relative_to("/")
+            limit = _read_number(folder / files.limit)
+            used = _read_number(folder / files.used)
+            if limit is not None and used is not None:
+                held = max(used - _read_statistic(folder, files.cache), 0)
+                found.append(ContainerMemory(limit, max(limit - held, 0)))
+    if not found:
+        return None
+    return ContainerMemory(min(each.limit for each in found), min(each.free for each in found))
+
+
+def own_groups(controller: str) -> set[PurePosixPath]:
+    """The control group of this process and all that it is within, whose limits hold too.
+
+    A container may see its own group as "/", whatever the list says.
+    """
+    groups = {PurePosixPath("/")}
+    try:
+        lines = MEMBERSHIP.read_text().splitlines()
+    except OSError:  # not on Linux
+        return groups
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            group = PurePosixPath(path)
+            groups |= {group, *group.parents}
+    return groups
 
 
 def _read_number(file: Path) -> int | None:
