@@ -4,7 +4,7 @@ file headers.
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -86,6 +86,30 @@ class FolderSize:
 
 def inspect_folder(folder: Path) -> FolderSize:
     """Read config.json and the headers, and check that they match; no weights are read."""
+    config = read_quantization(folder)
+    entries = read_entries(config.get("modules"))
+    stored = stored_tensors(weight_files(folder))
+    biased = {name for name in entries if f"{name}.bias" in stored}
+    check_stored(entries, stored, biased, indices=False)
+    records = read_record(folder).layers if (folder / "compression.json").is_file() else ()
+    errors = {record.name: record.relative_error for record in records}
+    bytes_of: Counter[str] = Counter()
+    for full_name, tensor in stored.items():
+        bytes_of[full_name.rpartition(".")[0]] += tensor.meta.nbytes
+    layers = []
+    for name in in_order(entries, list(errors)):
+        spec = entries[name].spec
+        out, width = spec.shape
+        dtype = stored[f"{name}.{'weight_scale' if spec.grid else 'values'}"].meta.dtype
+        dense_bytes = out * (width + (name in biased)) * dtype.itemsize
+        size_of_layer = bytes_of.pop(name)
+        error = errors.get(name)
+        layers.append(LayerSize(name, spec, FLOATS[dtype], size_of_layer, dense_bytes, error))
+    return FolderSize(str(folder), config["version"], tuple(layers), bytes_of.total())
+
+
+def read_quantization(folder: Path) -> dict[str, Any]:
+    """The quantization_config of a compressed folder. Raises a ModelError if it is none."""
     if not folder.is_dir():
         raise ModelError(
             f"the folder {folder} does not exist; a model on the hub must be downloaded first (hf"
@@ -97,33 +121,19 @@ def inspect_folder(folder: Path) -> FolderSize:
             f"{folder} is not a compressed model; give a folder that `hasslefree compress` wrote"
         )
     check_format_version(config.get("version"), config.get("layout"))
-    entries = read_entries(config.get("modules"))
-    stored = stored_tensors(weight_files(folder))
-    biased = {name for name in entries if f"{name}.bias" in stored}
-    check_stored(entries, stored, biased, indices=False)
-    records = read_record(folder).layers if (folder / "compression.json").is_file() else ()
-    errors = {record.name: record.relative_error for record in records}
-    bytes_of: Counter[str] = Counter()
-    for full_name, tensor in stored.items():
-        bytes_of[full_name.rpartition(".")[0]] += tensor.meta.nbytes
-    order = {name: index for index, name in enumerate(errors)}  # the model's, if it is recorded
+    return config
 
-    def position(name: str) -> tuple[Any, ...]:
-        # Without a record, layers.2 before layers.10. Numbers by their length, then by their
-        # digits: Python does not convert thousands of them.
+
+def in_order(names: Iterable[str], recorded: list[str]) -> list[str]:
+    """Layers in the order of the model, if it is recorded, else layers.2 before layers.10."""
+    order = {name: index for index, name in enumerate(recorded)}
+
+    def position(name: str) -> tuple[int, list[tuple[int, str]]]:
+        # Numbers by their length, then by their digits: Python does not convert thousands of them.
         parts = [(len(part) * part.isdecimal(), part) for part in name.split(".")]
         return order.get(name, len(order)), parts
 
-    layers = []
-    for name in sorted(entries, key=position):
-        spec = entries[name].spec
-        out, width = spec.shape
-        dtype = stored[f"{name}.{'weight_scale' if spec.grid else 'values'}"].meta.dtype
-        dense_bytes = out * (width + (name in biased)) * dtype.itemsize
-        size_of_layer = bytes_of.pop(name)
-        error = errors.get(name)
-        layers.append(LayerSize(name, spec, FLOATS[dtype], size_of_layer, dense_bytes, error))
-    return FolderSize(str(folder), config["version"], tuple(layers), bytes_of.total())
+    return sorted(names, key=position)
 
 
 def kind_table(folder: FolderSize) -> Table:

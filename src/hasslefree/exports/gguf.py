@@ -105,21 +105,10 @@ def write_gguf(model: PreTrainedModel, target: Target) -> dict[str, Path]:
 def find_places(
     model: PreTrainedModel, layers: Layers, template: Template
 ) -> tuple[dict[str, Place], dict[str, Tensor]]:
-    """Where each layer is in the template, and by their name there, the vectors that differ; or a
+    """Where each matrix is in the template, and by their name there, the vectors that differ; or a
     ModelError.
-
-    llama.cpp keeps what processes images or sound in a file of its own.
     """
-    sites = find_sites(model)
-    original = dense_shapes(model)
-    others = tuple(f"{name}." for name in other_modalities(original, find_blocks(original)))
-    plain: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        module, _, leaf = name.rpartition(".")
-        is_packed = module in layers and leaf != "bias"
-        if not is_packed and not name.startswith(others):
-            site = sites.get(name.removesuffix(".weight"))
-            plain[name] = parameter.detach() if site is None else site.weight()
+    plain = plain_parameters(model, layers)
     matrices = {name: tensor for name, tensor in plain.items() if tensor.ndim == 2}
     shapes: dict[str, tuple[int, ...]] = {}
     shapes |= {name: coded.layer.spec.shape for name, coded in layers.items()}
@@ -135,25 +124,49 @@ def find_places(
             raise template.error(f"is of another model: {place.name} has other values than {name}")
     # The names of a block begin alike: model.layers.0. here, and blk.0. there.
     blocks = {begin(name): begin(place.name) for name, place in places.items() if begin(name)}
-    folder = Path(str(model.name_or_path))
-    # Without a record, as after `save_pretrained`, vectors of blocks may have been trained.
-    trained = True
-    if (folder / "compression.json").is_file():
-        trained = read_record(folder).predictions is not None
+    trained = may_be_trained(Path(str(model.name_or_path)))
     changed: dict[str, Tensor] = {}
-    for name, tensor in plain.items():
+    for name, vector in plain.items():
         if name in matrices:
             continue
         layer = name.removesuffix(".bias")
         owner = places.get(layer, places.get(f"{name.removesuffix('bias')}weight"))
-        theirs = blocks.get(begin(name), "")
-        moved = trained and begin(name) in blocks
-        if owner is not None:  # the bias of a matrix, whose rows have the same order
+        if owner is None:
+            theirs = blocks.get(begin(name), "")
+            moved = trained and begin(name) in blocks
+        else:  # the bias of a matrix, whose rows have the same order
             theirs = owner.name.removesuffix("weight") + "bias"
             moved = trained and layer in layers
-            tensor = tensor[owner.rows]
-        changed |= find_vector(template, name, theirs, tensor, moved)
+            vector = vector[owner.rows]
+        changed |= find_vector(template, name, theirs, vector, moved)
     return places, changed
+
+
+def plain_parameters(model: PreTrainedModel, layers: Layers) -> dict[str, Tensor]:
+    """The parameters that no layer has compressed; matrices are (out, in).
+
+    llama.cpp keeps what processes images or sound in a file of its own, so they are left out.
+    """
+    sites = find_sites(model)
+    original = dense_shapes(model)
+    others = tuple(f"{name}." for name in other_modalities(original, find_blocks(original)))
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        module, _, leaf = name.rpartition(".")
+        is_packed = module in layers and leaf != "bias"
+        if not is_packed and not name.startswith(others):
+            site = sites.get(name.removesuffix(".weight"))
+            found[name] = parameter.detach() if site is None else site.weight()
+    return found
+
+
+def may_be_trained(folder: Path) -> bool:
+    """Whether vectors of blocks may have changed. Without a record, as after `save_pretrained`,
+    they may.
+    """
+    if not (folder / "compression.json").is_file():
+        return True
+    return read_record(folder).predictions is not None
 
 
 def begin(name: str) -> str:

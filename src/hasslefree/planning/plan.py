@@ -46,6 +46,9 @@ SMALLEST_GROUP = 16
 # Bytes for what OUT holds besides weights: the tokenizer, the reports, the model card.
 ROOM = 50_000_000
 
+# A matrix that cannot take the recipe, and why.
+Misfit = tuple[Matrix, HasslefreeError]
+
 
 @dataclass(frozen=True)
 class LayerPlan(LayerSpec):
@@ -153,7 +156,7 @@ def select(blocks: Blocks, resolved: Resolved) -> Selection:
         resolved = with_rank(resolved, 0)
     sites: list[dict[str, Matrix]] = []
     dense = dict(selection.dense)
-    misfits: list[tuple[Matrix, HasslefreeError]] = []
+    misfits: list[Misfit] = []
     weights = 0
     for index, matrices in enumerate(selection.sites):
         sites.append({})
@@ -167,23 +170,17 @@ def select(blocks: Blocks, resolved: Resolved) -> Selection:
                 misfits.append((matrix, error))
                 full_name = f"{blocks.prefix(index)}.{name}"
                 dense[full_name] = short_reason(error, matrix, resolved)
-    refused = [
-        (matrix, error) for matrix, error in misfits if not may_stay_dense(matrix, error, resolved)
-    ]
-    if not any(sites):
-        refused = misfits
+    refused = misfits
+    if any(sites):
+        refused = [misfit for misfit in misfits if not may_stay_dense(*misfit, resolved)]
     if sum(math.prod(matrix.shape) for matrix, _ in refused) > THIN_SHARE * weights:
-        _, narrowest = min(refused, key=lambda found: min(found[0].shape))
-        if isinstance(narrowest, GridError) and resolved.engine is None and resolved.group_size:
-            automatic = f"or leave out {option('group_size')}: each layer then gets one that fits"
-            raise GridError(f"{narrowest.message}; {automatic}", narrowest.fields)
-        raise narrowest
+        raise refusal(refused, resolved)
     if resolved.engine is not None and ENGINES[resolved.engine].fuses:
         check_fused(blocks, sites, dense)
-    ends: dict[str, End] = {}
-    if resolved.end_grids:
-        ends, dense_ends = select_ends(blocks, resolved.leave_dense)
-        dense |= dense_ends
+    if not resolved.end_grids:
+        return Selection(blocks, tuple(sites), dense, {})
+    ends, dense_ends = select_ends(blocks, resolved.leave_dense)
+    dense |= dense_ends
     for name, end in list(ends.items()):
         try:
             plan_end(end, resolved.end_grids[0], resolved)
@@ -191,6 +188,15 @@ def select(blocks: Blocks, resolved: Resolved) -> Selection:
             del ends[name]
             dense[name] = short_reason(error, end, resolved)
     return Selection(blocks, tuple(sites), dense, ends)
+
+
+def refusal(misfits: Sequence[Misfit], resolved: Resolved) -> HasslefreeError:
+    """The error of the narrowest of some matrices, with what would fit all of them."""
+    _, narrowest = min(misfits, key=lambda misfit: min(misfit[0].shape))
+    if isinstance(narrowest, GridError) and resolved.engine is None and resolved.group_size:
+        automatic = f"or leave out {option('group_size')}: each layer then gets one that fits"
+        return GridError(f"{narrowest.message}; {automatic}", narrowest.fields)
+    return narrowest
 
 
 def may_stay_dense(

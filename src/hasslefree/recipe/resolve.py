@@ -420,6 +420,11 @@ def combination_problems(recipe: Fields, solver: Method | None) -> Iterator[Prob
             f"minutes is a time for fine-tuning, and with this {given} there is none: leave out"
             f" minutes or {given}",
         )
+    yield from allocation_problems(recipe)
+
+
+def allocation_problems(recipe: Fields) -> Iterator[Problem]:
+    """What is wrong with the field allocate beside others."""
     if recipe.allocate == "owl" and recipe.ratio is None and recipe.sparsity is None:
         yield Problem(
             ("allocate", "ratio", "sparsity"),

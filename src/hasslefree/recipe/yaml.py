@@ -70,27 +70,12 @@ _Loader.add_constructor(_INT, lambda loader, node: int(node.value))
 
 
 def read_fields(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values of a YAML file (-: standard input) over those of its base, and their files. above:
-    before it.
+    """The values of a YAML file (-: standard input) over those of its base, and their files.
+
+    Args:
+        above: the files whose base it is, the first one first.
     """
-    try:
-        if path == Path("-"):
-            text = read_limited(sys.stdin.buffer, MOST_BYTES)
-        else:
-            text = read_small(path, MOST_BYTES)
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"the recipe {path} cannot be read: {error}") from None
-    try:
-        content = yaml.load(text, _Loader)
-    except Exception as error:  # PyYAML does not check what a tag stands before
-        mark = getattr(error, "problem_mark", None)
-        place = f"{path}:{mark.line + 1}" if mark else path
-        raise RecipeError(
-            f"{place}: the recipe is not YAML: {getattr(error, 'problem', None) or error}"
-        ) from None
-    if not isinstance(content, dict):
-        raise RecipeError(f"the recipe {path} must contain fields, such as 'pattern: 2:4'")
-    values = {str(name): value for name, value in content.items()}
+    values = read_values(path)
     base = values.pop("base", None)
     files = dict.fromkeys(values, path)
     if base is None:
@@ -114,3 +99,25 @@ def read_fields(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any
         )
     base_values, base_files = read_fields(target, above)
     return base_values | values, base_files | files
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """The values of a YAML file (-: standard input) alone, with the name of its base."""
+    try:
+        if path == Path("-"):
+            text = read_limited(sys.stdin.buffer, MOST_BYTES)
+        else:
+            text = read_small(path, MOST_BYTES)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"the recipe {path} cannot be read: {error}") from None
+    try:
+        content = yaml.load(text, _Loader)
+    except Exception as error:  # PyYAML does not check what a tag stands before
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}" if mark else path
+        raise RecipeError(
+            f"{place}: the recipe is not YAML: {getattr(error, 'problem', None) or error}"
+        ) from None
+    if not isinstance(content, dict):
+        raise RecipeError(f"the recipe {path} must contain fields, such as 'pattern: 2:4'")
+    return {str(name): value for name, value in content.items()}
