@@ -16,6 +16,7 @@ from typing import Any
 from harness.record import ROOT, mean
 from harness.styles import BYTES, HASSLEFREE, LOSS, Groups, Point, Style, canvas, chart, finish, plot, save, style_of
 from layers import means
+from tables.choices import EQUAL_FILES, RIVALS, percentages
 from tables.engine import Content, load
 from tables.models import in_percent
 from tables.real import TOKENS, gap_of
@@ -59,6 +60,32 @@ def whole_files() -> Any:
     title = "At equal file size, hasslefree loses less"
     x, y = "whole file, MB: all weights, embeddings included", "perplexity increase on unseen kinds of text, %"
     chart(axes, groups, (title, MODEL, x, y), joined=names[:2], letters=9, legend="upper right")
+    return figure
+
+
+def equal_files() -> Any:
+    """The loss on each unseen kind of text, for each model in files of one size."""
+    figure, panels = canvas(9, 3.9, len(EQUAL_FILES))
+    places = ("WikiText-2", "Penn\nTreebank", "code", "conver-\nsation", "German")
+    texts = ("wikitext2", "ptb", "code", "conversation", "german")
+    for axes, (model, ours) in zip(panels, EQUAL_FILES.items(), strict=True):
+        rows = first_seeds(f"whole_files_{model}")
+        for name in (*RIVALS, next(iter(ours))):
+            style = style_of("hasslefree" if name in ours else "llama.cpp")
+            increases = percentages(rows[name])
+            filled = name != RIVALS[0]
+            points = [Point(place, increases[text], "", style, filled) for place, text in enumerate(texts)]
+            plot(axes, points, name="hasslefree" if name in ours else name.removeprefix("llama.cpp "))
+        axes.axhline(0, color="black", linewidth=0.5)
+        finish(axes, model.removesuffix("-Instruct"), f"{rows[RIVALS[0]]['file_bytes'] / 1e6:.0f} MB", "", "")
+        axes.set_xticks(range(len(texts)), places, fontsize=8)
+    panels[0].set_ylabel("perplexity increase, %")
+    panels[0].legend(fontsize=8, loc="upper left")
+    figure.suptitle(
+        "In files of the size of llama.cpp's Q4_K_M, hasslefree loses less on almost every text",
+        fontsize=10,
+        fontweight="bold",
+    )
     return figure
 
 
@@ -227,6 +254,7 @@ def energies() -> Any:
 
 PICTURES: dict[str, Callable[[], Any]] = {
     "results/whole_files": whole_files,
+    "results/equal_files": equal_files,
     "results/frontier": frontier,
     "results/four_bits": four_bits,
     "results/two_four": two_four,
