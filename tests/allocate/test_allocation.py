@@ -100,6 +100,18 @@ def test_a_layer_with_nothing_to_lose_keeps_the_least(recipe, tmp_path):
     assert read_record(tmp_path / "out").sensitivities == report.sensitivities
 
 
+def test_a_model_that_is_pruned_already_stays_as_it_is(tmp_path):
+    """Oracle: W. Every layer has as many zeros as are asked for."""
+    model = build("llama")
+    with torch.no_grad():
+        for module in model.model.layers.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight *= Unstructured(module.weight.numel() // 2).mask(module.weight.square())
+    recipe = Recipe(pattern="unstructured", sparsity=0.5, rank=2, rounds=3, allocate="error")
+    report = hasslefree.compress(model, tmp_path / "out", recipe, segments=segments())
+    assert max(layer.relative_error for layer in report.layers) < 1e-9
+
+
 @pytest.mark.parametrize("recipe", BY_ERROR[:2], ids=["2:4", "unstructured"])
 def test_what_does_not_reach_the_output_of_the_block_counts_for_nothing(recipe, tmp_path):
     """Behind a down_proj of zeros, errors of gate_proj and up_proj are lost, however large they are."""

@@ -398,6 +398,18 @@ def test_what_is_no_size(text):
         Size.parse(text)
 
 
+def test_advice_leaves_a_loaded_mixture_as_it_was(text):
+    model = build("mixtral").train()
+    before = {name: (value.clone(), value.requires_grad) for name, value in model.named_parameters()}
+    advise(model, Recipe(size="7bits", **QUICK, **text), tokenizer=words)
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys()
+    for name, (value, trainable) in before.items():
+        assert torch.equal(after[name], value)
+        assert after[name].requires_grad == trainable
+    assert model.training
+
+
 def test_advice_within_inference_mode(text):
     """Oracle: the same call outside of it."""
     recipe = Recipe(size="7bits", **QUICK, **text)

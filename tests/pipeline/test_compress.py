@@ -377,6 +377,27 @@ def test_a_call_within_inference_mode_works_or_names_the_remedy(loaded_inside, t
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.parametrize("layer", ["layers.0.self_attn.o_proj", "layers.1.self_attn.o_proj"])
+def test_a_loaded_model_that_was_compressed_in_part_is_refused(layer, tmp_path):
+    def stop(step):
+        if step.layer is not None and step.layer.name.endswith(layer):
+            raise KeyboardInterrupt
+
+    model = build("llama")
+    with pytest.raises(KeyboardInterrupt):
+        hasslefree.compress(model, tmp_path / "out", Recipe(method="wanda"), segments=segments(), progress=stop)
+    with pytest.raises(ModelError, match="an earlier compression has replaced.* load the model again"):
+        hasslefree.compress(model, tmp_path / "out", Recipe(method="wanda"), segments=segments(), overwrite=True)
+
+
+def test_a_loaded_mixture_that_is_refused_stays_as_it_was(tmp_path):
+    model = build("mixtral")
+    before = list(model.state_dict())
+    with pytest.raises(BudgetError):
+        hasslefree.compress(model, tmp_path / "out", Recipe(size="1kB"), segments=segments())
+    assert list(model.state_dict()) == before
+
+
 def test_a_generation_config_that_transformers_finds_inconsistent_fails_no_run(tmp_path):
     """Oracle: the value itself. Published models have a temperature without sampling, which strict checks refuse."""
     model = build("llama")

@@ -105,12 +105,15 @@ def budget_options(
     nonzeros_per_step = 1
     if isinstance(plan.kept, Unstructured):
         count = plan.kept.count
+        scores = (dense.square() * gram.matrix.diagonal()).flatten()
+        scores = scores.sort(descending=True).values.double()
         first_nonzeros = int(LEAST * count)
+        needed = int(torch.count_nonzero(scores))
+        if needed <= count:  # nothing is lost, so no step would have a gain
+            first_nonzeros = max(first_nonzeros, needed)
         last = min(int(MOST * count), dense.numel())
         nonzeros_per_step = max((last - first_nonzeros) // NONZERO_STEPS, 1)
         steps = (last - first_nonzeros) // nonzeros_per_step
-        scores = (dense.square() * gram.matrix.diagonal()).flatten()
-        scores = scores.sort(descending=True).values.double()
         added = scores[first_nonzeros:][: steps * nonzeros_per_step]
         gains = added.view(-1, nonzeros_per_step).sum(1) * reciprocal(scores[count:].sum().item())
         ladders["nonzeros"] = Ladder(gains, nonzeros_per_step * plan.dtype.itemsize)

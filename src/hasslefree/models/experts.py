@@ -88,6 +88,7 @@ class SplitExperts(nn.Module):
         for name, child in list(fused.named_children()):
             self.add_module(name, child)
         self.calls_every_expert = False
+        self.trainable = fused.down_proj.requires_grad
         self.tensors = fused_tensors(self.layout)
         # The shapes of the fused tensors, by name.
         self.sources = {name: fused.get_parameter(name).shape for name in self.tensors}
@@ -133,7 +134,7 @@ class SplitExperts(nn.Module):
             for expert in self.experts():
                 parts = [expert[layer].get_parameter(tensor.leaf) for layer in tensor.layers]
                 fused.append(tensor.join(parts).detach())
-            parameter = nn.Parameter(torch.stack(fused), requires_grad=False)
+            parameter = nn.Parameter(torch.stack(fused), requires_grad=self.trainable)
             self.fused.register_parameter(name, parameter)
         return self.fused
 

@@ -22,7 +22,13 @@ from hasslefree.errors import RecipeError, option
 from hasslefree.models.activations import check_storage
 from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.models.weights import Weights
-from hasslefree.pipeline.preflight import check_segments, open_model, preflight, target_of
+from hasslefree.pipeline.preflight import (
+    check_segments,
+    open_model,
+    preflight,
+    restored,
+    target_of,
+)
 from hasslefree.pipeline.text import read_texts
 from hasslefree.planning.advice import Advice
 from hasslefree.planning.duration import seconds_by_phase
@@ -75,6 +81,7 @@ def advise(
     with (
         torch.inference_mode(False),
         memory_reused(),
+        restored(model),
         tempfile.TemporaryDirectory() as scratch,
     ):
         with phases.phase(LOADING):

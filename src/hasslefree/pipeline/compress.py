@@ -34,6 +34,7 @@ from hasslefree.pipeline.preflight import (
     check_segments,
     open_model,
     preflight,
+    restored,
     target_of,
     token_ids,
 )
@@ -108,7 +109,8 @@ def compress(
     written to the disk, into `OUT.unfinished`, while the next one is compressed.
 
     Args:
-        model: a hub name, a local folder, or a loaded model, which is then changed in place.
+        model: a hub name, a local folder, or a loaded model, which is then changed in place. After
+            an interruption it has to be loaded again.
         out: the folder to write. recipe: a `Recipe` or the path of a YAML file.
         tokenizer: of a loaded model, if it cannot be loaded under the model's own name.
         segments: calibration tokens (samples, seqlen) instead of the recipe's text. A loaded model
@@ -149,6 +151,7 @@ def compress(
     with (
         torch.inference_mode(False),
         memory_reused(),
+        restored(model),
         process_group(target) as world,
         workplace(folder, overwrite, resume, world) as work,
     ):

@@ -4,7 +4,8 @@ finite, it runs block by block, and the calibration segments are of its tokens.
 
 import dataclasses
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from hasslefree.distributed import World, local_device
 from hasslefree.errors import CalibrationError, ModelError, NonFiniteError, option
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.calls import hooks
-from hasslefree.models.experts import every_expert_called, split_experts
+from hasslefree.models.experts import every_expert_called, fuse_experts, split_experts
 from hasslefree.models.load import (
     check_ids,
     load_config,
@@ -34,6 +35,7 @@ from hasslefree.models.sites import find_sites
 from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.models.walk import Walk
 from hasslefree.models.weights import Weights, outside
+from hasslefree.packed.linear import compressed_layers
 from hasslefree.planning.memory import check_memory
 from hasslefree.planning.setup import Setup
 from hasslefree.progress import Phases
@@ -97,6 +99,11 @@ def open_model(
     name = model.config._name_or_path or type(model).__name__
     refuse_compressed(model.config, name, loaded=True)
     refuse_adapters(model)
+    if compressed_layers(model):
+        raise ModelError(
+            f"the loaded model {name} has layers that an earlier compression has replaced, which"
+            f" did not end; load the model again, and continue with {option('resume', True)}"
+        )
     if dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
         raise ModelError(
             f"the loaded model is {model.dtype}, but the recipe says {dtype}; cast the model first "
@@ -104,6 +111,23 @@ def open_model(
         )
     split_experts(model)
     return name, model.eval(), tokenizer
+
+
+@contextmanager
+def restored(model: str | Path | PreTrainedModel) -> Iterator[None]:
+    """Leave a loaded model as `open_model` found it, unless one of its layers is compressed by
+    then: transformers saves no experts that are split.
+    """
+    if not isinstance(model, PreTrainedModel):
+        yield
+        return
+    training = model.training
+    try:
+        yield
+    finally:
+        if not compressed_layers(model):
+            fuse_experts(model)
+            model.train(training)
 
 
 def warn_of_dtype(model: PreTrainedModel) -> None:
