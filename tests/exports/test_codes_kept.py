@@ -32,9 +32,9 @@ WIDE = {"hidden_size": 64, "intermediate_size": 96, "attention_bias": True, "mlp
 HEADS = {"q_proj": 4, "k_proj": 2}
 
 
-def compressed(folder, changes=None, dtype=torch.bfloat16, **recipe):
+def compressed(folder, changes=None, dtype=torch.bfloat16, family="llama", **recipe):
     """A tiny model with random biases and gains, compressed into FOLDER by a quick method, and the dense one."""
-    model = build("llama", dtype, **(WIDE | (changes or {})))
+    model = build(family, dtype, **(WIDE | (changes or {})))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
@@ -207,6 +207,26 @@ def test_biases_of_dense_layers_are_in_the_order_of_their_rows(tmp_path):
     name = "model.layers.0.self_attn.q_proj.bias"
     found = read(tmp_path / "out" / "model.gguf")[1]
     assert np.array_equal(found[renamed(name)], permuted(name, dense[name].float().numpy()))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "llama4_text"])
+def test_experts_that_stay_dense_are_those_of_the_template(family, tmp_path):
+    """Oracle: the template, but for the compressed layers. llama.cpp keeps gates and factors apart."""
+    dense = compressed(tmp_path / "packed", {"attention_bias": False}, leave_dense=("*.experts.*",), family=family)
+    experts = [name for name in dense if name.endswith("experts.gate_up_proj")]
+    assert experts
+    for name in experts:
+        gate, up = dense.pop(name).chunk(2, -2)
+        dense |= {name.replace("gate_up", "gate"): gate, name.replace("gate_up", "up"): up}
+    write_template(tmp_path / "template.gguf", dense)
+    hasslefree.export(tmp_path / "packed", tmp_path / "out", "gguf", template=tmp_path / "template.gguf")
+    found = read(tmp_path / "out" / "model.gguf")[1]
+    expected = read(tmp_path / "template.gguf")[1]
+    for name, layer in in_float32(tmp_path / "packed").items():
+        expected[renamed(f"{name}.weight")] = permuted(name, layer.unpacked().detach().numpy())
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert np.array_equal(found[name], values), name
 
 
 def lower_rank(folder, layer):

@@ -21,6 +21,7 @@ from hasslefree.exports.codes import Coded, check_layers
 from hasslefree.exports.formats import Factors, Target, dense_shapes, factors_of, summed
 from hasslefree.exports.template import Place, Template, find_matrices, find_vector
 from hasslefree.models.blocks import find_blocks, other_modalities
+from hasslefree.models.experts import expert_modules
 from hasslefree.models.sites import find_sites
 from hasslefree.packed.layouts import pack_bits
 from hasslefree.packed.storage import unpack_codes
@@ -145,11 +146,13 @@ def find_places(
 def plain_parameters(model: PreTrainedModel, layers: Layers) -> dict[str, Tensor]:
     """The parameters that no layer has compressed; matrices are (out, in).
 
-    llama.cpp keeps what processes images or sound in a file of its own, so they are left out.
+    Left out are those of what processes images or sound, which llama.cpp keeps in a file of its
+    own, and of experts, which no compression for it changes, and which have another layout there.
     """
     sites = find_sites(model)
     original = dense_shapes(model)
-    others = tuple(f"{name}." for name in other_modalities(original, find_blocks(original)))
+    left_out = [*other_modalities(original, find_blocks(original)), *expert_modules(model)]
+    others = tuple(f"{name}." for name in left_out)
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         module, _, leaf = name.rpartition(".")

@@ -249,6 +249,15 @@ def is_batched(module: Any) -> bool:
     )
 
 
+def expert_modules(model: nn.Module) -> list[str]:
+    """The names of the modules that hold experts, split or not."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, SplitExperts) or is_fused(module) or is_batched(module)
+    ]
+
+
 def split_experts(model: Any) -> None:
     """Replace every module of fused experts of a model by a `SplitExperts`."""
     config = model.config.get_text_config(decoder=True)
