@@ -19,6 +19,7 @@ from hasslefree.texts.sources import KNOWN, calibration_documents, check_calibra
     [
         ("c4", "c4", {"c4": 1}),
         (["c4"], "c4", {"c4": 1}),
+        (["c4:40% self:60%"], ("c4:40%", "self:60%"), {"c4": 0.4, "self": 0.6}),
         ("c4:100%", "c4:100%", {"c4": 1}),
         ("c4:40% self:60%", ("c4:40%", "self:60%"), {"c4": 0.4, "self": 0.6}),
         ("c4:40%, self: 60 %", ("c4:40%", "self: 60 %"), {"c4": 0.4, "self": 0.6}),
@@ -118,7 +119,7 @@ def test_conversations_of_a_file(tmp_path):
     file.write_text(json.dumps({"messages": messages}) + '\n{"text": "7"}\n')
     kept = [{"role": "user", "content": "3 4"}, {"role": "assistant", "content": "5 6"}]
     assert calibration_documents(str(file)) == [kept, "7"]
-    for broken in ([], [{"role": "user"}], [{"role": "user", "content": 3}], "no list", [3]):
+    for broken in ([{"role": "user"}], [{"role": "user", "content": 3}], "no list", [3]):
         file.write_text(json.dumps({"messages": broken}))
         with pytest.raises(CalibrationError, match='line 1: .*a list "messages" of objects with strings "role"'):
             calibration_documents(str(file))

@@ -119,10 +119,8 @@ def test_rows_for_fine_tuning_are_conversations(row, expected, tmp_path):
 
 NO_DOCUMENTS = [
     {"prompt": "a"},
-    {"instruction": "a", "output": None},
     {"instruction": "a", "input": ["b"], "output": "c"},
-    {"messages": []},
-    {"text": None},
+    {"content": None},
     3,
     "text",
 ]
@@ -133,6 +131,24 @@ def test_rows_that_hold_no_document(row, tmp_path):
     (tmp_path / "a.json").write_text(json.dumps([{"text": "fine"}, row]))
     with pytest.raises(CalibrationError, match="a.json, row 2: expected an object with a string"):
         check_text(str(tmp_path / "a.json"))
+
+
+@pytest.mark.parametrize(
+    "row", [{"text": None}, {"messages": []}, {"instruction": "a", "output": None}, {"text": None, "id": 3}]
+)
+def test_rows_whose_text_is_null_are_left_out(row, tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, ({"text": "one"}, row, {"text": "two"}))))
+    assert calibration_documents(str(tmp_path / "a.jsonl")) == ["one", "two"]
+    (tmp_path / "b.jsonl").write_text(json.dumps(row))
+    with pytest.raises(CalibrationError, match="b.jsonl is empty"):
+        calibration_documents(str(tmp_path / "b.jsonl"))
+
+
+def test_csv_as_pandas_writes_it(tmp_path):
+    """Its first column, the index, has no name. Oracle: by hand."""
+    long = "x" * 200_000
+    (tmp_path / "a.csv").write_text(f',text,text\n0,no,"one\ntwo"\n1,no,{long}\n')
+    assert calibration_documents(str(tmp_path / "a.csv")) == ["one\ntwo", long]
 
 
 def test_cells_of_csv_are_texts_and_rows_without_a_word_are_left_out(tmp_path, monkeypatch):

@@ -143,6 +143,19 @@ def test_a_recipe_stands_on_another(tmp_path, text):
     assert Recipe.from_yaml(tmp_path / "d.yaml") == expected
 
 
+def test_null_takes_back_any_field(tmp_path, text):
+    (tmp_path / "a.yaml").write_text(
+        f"leave_dense: '*.0.*'\nsamples: 64\nrefit: true\nseed: 3\ncheck: false\ncalibration: {text}\n"
+    )
+    (tmp_path / "b.yaml").write_text(
+        "base: a.yaml\nleave_dense: null\nsamples: null\nrefit: null\nseed: null\ncheck: null\n"
+    )
+    assert Recipe.from_yaml(tmp_path / "b.yaml") == Recipe(calibration=text)
+    (tmp_path / "c.yaml").write_text("base: a.yaml\nsample: null\n")
+    with pytest.raises(RecipeError, match="Did you mean 'samples'"):
+        Recipe.from_yaml(tmp_path / "c.yaml")
+
+
 names = st.sampled_from(["rank", "samples", "seed", "seqlen"])
 
 

@@ -69,6 +69,10 @@ class Recipe(Fields):
 
         values, places = read_fields(Path(path))
         values |= changes
+        # A field that is null has its default.
+        values = {
+            name: value for name, value in values.items() if value is not None or name not in NAMES
+        }
         places |= dict.fromkeys(changes, f"given in addition to {path}")
         problems: list[Problem] = []
         wrong: set[str] = set()

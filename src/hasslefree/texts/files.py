@@ -3,6 +3,7 @@
 import csv
 import glob
 import gzip
+import io
 import json
 import re
 import zlib
@@ -23,8 +24,11 @@ _ROWS = re.compile(r"(\d{0,18}):(\d{0,18})")
 TEXTS = (".txt", ".raw")
 # Files of rows that are read here, and those that `datasets` reads, with its name of the format.
 LINES = (".jsonl", ".json")
-TABLES = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
-FORMATS = (*TEXTS, *LINES, *TABLES)
+CSV = ".csv"
+TABLES = {".parquet": "parquet", ".arrow": "arrow"}
+FORMATS = (*TEXTS, *LINES, CSV, *TABLES)
+# The characters of a cell, of which csv allows too few for a document.
+LONGEST_CELL = 1 << 30
 # The split; and not a table that datasets made of a file of the same name and time.
 SPLIT: dict[str, Any] = {"split": "train", "download_mode": "reuse_cache_if_exists"}
 # Files with these names are parts of a data set, or describe one.
@@ -34,6 +38,9 @@ _OF_DATA_SET = re.compile(
 # The fields of a question and of its answer, in data sets for fine-tuning.
 QUESTIONS = ("instruction", "prompt", "question")
 ANSWERS = ("output", "completion", "response", "answer")
+CONVERSATIONS = ("messages", "conversations")
+# All fields that hold a document or a part of it.
+FIELDS = {"text", *CONVERSATIONS, *QUESTIONS, *ANSWERS}
 # Names of roles in conversations of `from` and `value`.
 ROLES = {"human": "user", "gpt": "assistant"}
 
@@ -81,6 +88,8 @@ def file_documents(path: Path) -> Iterator[Document]:
     kind = kind_of(path)
     if kind in TABLES:
         return row_documents(path, table_rows(path, kind))
+    if kind == CSV:
+        return row_documents(path, csv_rows(path))
     text = read_text(path)
     return json_documents(path, text) if kind in LINES else iter([text])
 
@@ -139,16 +148,18 @@ def table_rows(path: Path, kind: str) -> Iterable[Any]:
     """The rows of a file in a format of `TABLES`."""
     import datasets
 
-    options: dict[str, Any] = {"data_files": glob.escape(str(path.resolve()))} | SPLIT
+    files = glob.escape(str(path.resolve()))
     with reading(path):
-        if kind == ".csv":
-            # A cell is a text, also if it is empty, a number or "null".
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                header = next(csv.reader(file), [])
-            text = datasets.Value("string")
-            features = datasets.Features(dict.fromkeys(header, text))
-            options |= {"keep_default_na": False, "features": features}
-        return datasets.load_dataset(TABLES[kind], **options)
+        return datasets.load_dataset(TABLES[kind], data_files=files, **SPLIT)
+
+
+def csv_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows below a row of names. A cell is a text, also if it is empty, a number or "null"."""
+    csv.field_size_limit(LONGEST_CELL)
+    try:
+        yield from csv.DictReader(io.StringIO(read_text(path)))
+    except csv.Error as error:
+        raise CalibrationError(f"{path} is not a table in CSV: {error}; convert it") from None
 
 
 def folder_rows(path: Path) -> Iterable[Any]:
@@ -209,7 +220,8 @@ def document_of(row: Any, where: str) -> Document:
 
     A row has the field `text`; `messages` with `role` and `content`, or `conversations` with `from`
     and `value`; or one of `QUESTIONS` (and `input`, which belongs to it) with one of `ANSWERS`. A
-    field that is null is none: tables have the same fields in all rows.
+    field that is null or an empty list is none: tables have the same fields in all rows. If nothing
+    else is there, the document is empty.
 
     Args:
         where: the row, for the error.
@@ -218,16 +230,19 @@ def document_of(row: Any, where: str) -> Document:
         CalibrationError: it has none of these, or they are no strings that can be encoded.
     """
     try:
-        row = {name: value for name, value in row.items() if value is not None}
+        empty = {name for name, value in row.items() if value is None or value == []}
+        row = {name: value for name, value in row.items() if name not in empty}
         if "text" in row:
             row["text"].encode()
             document: Document = row["text"]
             return document
-        for name in ("messages", "conversations"):
+        for name in CONVERSATIONS:
             if name in row:
                 return conversation(row[name])
-        question = row[next(name for name in QUESTIONS if name in row)]
-        answer = row[next(name for name in ANSWERS if name in row)]
+        question = next((row[name] for name in QUESTIONS if name in row), None)
+        answer = next((row[name] for name in ANSWERS if name in row), None)
+        if (question is None or answer is None) and not empty.isdisjoint(FIELDS):
+            return ""
         if isinstance(question, list):  # both are messages
             return conversation([*question, *answer])
         if row.get("input"):
@@ -235,7 +250,7 @@ def document_of(row: Any, where: str) -> Document:
         return conversation(
             [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         )
-    except (ValueError, LookupError, TypeError, AttributeError, StopIteration):
+    except (ValueError, LookupError, TypeError, AttributeError):
         raise no_document(where) from None
 
 

@@ -44,8 +44,8 @@ def as_texts(given: Any) -> Any:
         raise ValueError(f"calibration must be a text, or texts with shares, got {given!r:.60}")
     if not all(isinstance(text, str) for text in given):
         raise ValueError(f"calibration must list texts such as 'c4:40%', got {given!r:.60}")
-    if len(given) == 1:
-        return given[0]
+    if len(given) == 1:  # all in a string, as the command line has it
+        return as_texts(given[0])
     return tuple(given)
 
 
