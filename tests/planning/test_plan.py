@@ -61,14 +61,25 @@ def test_a_thin_matrix_does_not_decide_for_the_others(fields):
     """Oracle: the plan of the model without it."""
     dense, plan = layers_of(with_thin_layers(), **fields)
     _, without = layers_of(build("llama"), **fields)
-    if fields != {"size": "6bits"}:  # whose codes need no group
-        assert {name.rpartition(".")[2] for name in dense} == {"mix"}
+    assert {name.rpartition(".")[2] for name in dense} == {"mix"}
     kept = {name: layer for name, layer in plan.items() if not name.endswith("mix")}
     assert {name.replace("mlp.mlp", "mlp"): layer.kind for name, layer in kept.items()} == {
         name: layer.kind for name, layer in without.items()
     }
     if "size" not in fields and fields:  # a size is shared with the bytes of the dense one
         assert [layer.rank for layer in plan.values()] == [layer.rank for layer in without.values()]
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (7, 32), (16, 1)])
+def test_a_matrix_that_is_too_small_for_entropy_coding_stays_dense(shape, tmp_path):
+    """Of (16, 1), the codes with their scales take more bytes than the weights."""
+    recipe = Recipe(size="6bits", effort="fast")
+    record = hasslefree.compress(with_thin_layers(shape), tmp_path / "out", recipe, segments=segments())
+    assert not [layer.name for layer in record.layers if layer.name.endswith("mix")]
+    dense, _ = layers_of(with_thin_layers(shape), size="6bits")
+    assert set(dense.values()) == {"too few rows for entropy coding"}
+    dense, _ = layers_of(with_thin_layers((8, 32)), size="6bits")
+    assert not dense
 
 
 def test_a_rank_that_a_thin_layer_cannot_have_leaves_it_dense(tmp_path, caplog):

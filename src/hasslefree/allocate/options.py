@@ -300,7 +300,7 @@ def grid_options(
                 bits = resolved.factor_bits
                 candidate = replace(plan, grid=grid, rank=rank, factor_bits=bits)
                 # A rank that is given may make a narrow matrix larger than the dense one. So do the
-                # scales of inputs for a matrix of one row, which then has this plan alone.
+                # scales of a tiny matrix, which then has this plan alone.
                 fits = candidate.size <= candidate.dense_size
                 if resolved.rank_on_grids or fits or not plans:
                     plans.append(candidate)

@@ -43,6 +43,8 @@ STEP = 8
 THIN_SHARE = 0.05
 # The smallest group that a grid gets if the default does not divide the inputs of a layer.
 SMALLEST_GROUP = 16
+# A matrix with fewer rows is not entropy-coded.
+FEWEST_ROWS = 8
 # Bytes for what OUT holds besides weights: the tokenizer, the reports, the model card.
 ROOM = 50_000_000
 
@@ -164,7 +166,7 @@ def select(blocks: Blocks, resolved: Resolved) -> Selection:
             weights += math.prod(matrix.shape)
             check_experts(blocks, index, matrix, resolved.engine)
             try:
-                plan_layer(blocks, index, matrix, resolved)
+                check_entropy_coding(plan_layer(blocks, index, matrix, resolved), matrix)
                 sites[index][name] = matrix
             except (BudgetError, PatternError, GridError) as error:
                 misfits.append((matrix, error))
@@ -188,6 +190,23 @@ def select(blocks: Blocks, resolved: Resolved) -> Selection:
             del ends[name]
             dense[name] = short_reason(error, end, resolved)
     return Selection(blocks, tuple(sites), dense, ends)
+
+
+def check_entropy_coding(plan: LayerPlan, matrix: Matrix) -> None:
+    """Raise a GridError if a matrix is to be entropy-coded and is too small for it.
+
+    The file has a number for each column, with which its codes are decoded. In a column of few
+    codes, it takes most of the bits.
+    """
+    if plan.grid is None or plan.grid.rate is None:
+        return
+    out, width = plan.shape
+    if out < FEWEST_ROWS or plan.size >= plan.dense_size:
+        raise GridError(
+            f"{matrix.name} is {out} × {width}, with too few rows for entropy coding; use"
+            f" {option('coding', 'fixed')}",
+            ("coding",),
+        )
 
 
 def refusal(misfits: Sequence[Misfit], resolved: Resolved) -> HasslefreeError:
@@ -262,6 +281,8 @@ def short_reason(error: HasslefreeError, matrix: Matrix | End, resolved: Resolve
         return (
             f"its {matrix.shape[1]} inputs are no multiple of {GROUP}, as {resolved.engine} needs"
         )
+    if error.fields == ("coding",):
+        return "too few rows for entropy coding"
     thing = "pattern" if isinstance(error, PatternError) else "group size"
     return f"the {thing} does not fit its {matrix.shape[1]} inputs"
 

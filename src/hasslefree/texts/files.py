@@ -241,7 +241,9 @@ def document_of(row: Any, where: str) -> Document:
                 return conversation(row[name])
         question = next((row[name] for name in QUESTIONS if name in row), None)
         answer = next((row[name] for name in ANSWERS if name in row), None)
-        if (question is None or answer is None) and not empty.isdisjoint(FIELDS):
+        if question is None or answer is None:
+            if empty.isdisjoint(FIELDS):
+                raise LookupError("no field of a document")
             return ""
         if isinstance(question, list):  # both are messages
             return conversation([*question, *answer])
