@@ -11,7 +11,7 @@ import hasslefree
 from hasslefree import Recipe
 from hasslefree.checkpoint.record import command_of, read_record
 from hasslefree.demo.run import MODEL
-from hasslefree.errors import CalibrationError, CheckpointError, ModelError
+from hasslefree.errors import CalibrationError, CheckpointError, ModelError, OutputError
 from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.pipeline.text import read_texts
 from hasslefree.texts.segments import draw_segments
@@ -197,6 +197,26 @@ def test_without_a_network_the_named_mixture_is_what_is_on_the_machine(offline, 
     card = (tmp_path / "out" / "README.md").read_text()
     assert "50% python, 50% self (without c4, wikipedia, code, chat, languages, which could not be had)" in card
     assert read_record(tmp_path / "out").left_out == report.left_out
+
+
+def test_a_resumed_run_names_a_text_that_can_be_had_no_longer(offline, tmp_path, monkeypatch):
+    recipe = Recipe(
+        method="wanda", pattern="2:4", rank=0, calibration="mixed", samples=8, seqlen=32, check=False
+    )  # fmt: skip
+
+    def stop(step):
+        if step.layer is not None and step.layer.name.startswith("model.layers.1."):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hasslefree.compress(str(MODEL), tmp_path / "out", recipe, progress=stop)
+
+    def refuse(*_):
+        raise CalibrationError("not enough memory")
+
+    monkeypatch.setattr("hasslefree.pipeline.text.check_writer", refuse)
+    with pytest.raises(OutputError, match=r"texts left out was \['c4', [^]]*\] and is \['c4', .*'self', 'wikipedia'\]"):
+        hasslefree.compress(str(MODEL), tmp_path / "out", recipe, resume=True)
 
 
 def test_without_a_network_a_text_that_is_named_is_an_error(offline):

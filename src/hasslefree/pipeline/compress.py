@@ -359,6 +359,7 @@ def identity_of(job: Job, description: Record, digests: dict[str, str]) -> dict[
     # No block depends on the minutes.
     settings = {name: value for name, value in description.recipe.items() if name != "minutes"}
     return {name: getattr(description, name) for name in IDENTITY} | {
+        "texts left out": sorted(description.left_out),
         "segments": checksum([job.segments.long()]),
         "weights": digests,
         "config": configuration(job.walk.model),
