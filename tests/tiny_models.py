@@ -34,13 +34,14 @@ FAMILIES: dict[str, dict] = {
     "phi3": ROTARY,
 }  # fmt: skip
 
-# Not compressed by any test: a mixture, and two whose blocks put out more than their hidden states.
+# Not compressed by the tests of all families: a mixture, and two whose blocks put out more than their hidden states.
 OTHERS: dict[str, dict] = {
     "mixtral": ROTARY | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "bamba": ROTARY | {"mamba_n_heads": 8, "mamba_d_state": 4, "mamba_d_head": 8, "attn_layer_indices": [1]},
     "mamba": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 2, "time_step_rank": 4},
     "falcon_mamba": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 2, "time_step_rank": 4},
     "olmo2": ROTARY,  # norms over all heads together
+    "phi": ROTARY,  # a head with a bias
     "falcon": ROTARY | {"new_decoder_architecture": True, "num_kv_heads": 2},  # a linear layer of its own kind
     "flint": ROTARY | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": []},
     # stored buffers

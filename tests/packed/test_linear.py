@@ -280,6 +280,78 @@ def test_it_compiles_without_a_graph_break_and_gradients_are_the_same(make, patt
         torch.testing.assert_close(found, expected)
 
 
+def entropy_coded_layer(_=None):
+    weight, x = torch.randn(12, 24), torch.randn(60, 24)
+    result = hasslefree.decompose(
+        weight, Gram.from_activations(x), "dense", 0, method=JointOnGrid(Grid.entropy_coded(4.0))
+    )
+    return SparseLowRankLinear.from_decomposition(result, None, "dense")
+
+
+@pytest.mark.parametrize("called_first", [False, True])
+@pytest.mark.parametrize("trained", [False, True])
+def test_an_entropy_coded_layer_compiles_once_it_is_decoded(called_first, trained):
+    """Oracle: the layer as it is. A kernel has its codes after a call without gradients."""
+    torch.compiler.reset()
+    layer, x = entropy_coded_layer(), torch.randn(4, 24)
+    layer.unpacked()
+    expected = layer(x).detach()
+    if called_first:
+        with torch.no_grad():
+            layer(x)
+        assert layer._buffers["weight_packed"] is None
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.set_grad_enabled(trained):
+        y = compiled(x)
+    torch.testing.assert_close(y.detach(), expected)
+    if trained:
+        y.square().sum().backward()
+        found = layer.weight_scale.grad.clone()
+        layer.zero_grad()
+        layer(x).square().sum().backward()
+        torch.testing.assert_close(found, layer.weight_scale.grad)
+
+
+def test_a_compiled_layer_has_its_new_scales_once_its_backend_is_chosen_again():
+    """Oracle: the layer as it is."""
+    torch.compiler.reset()
+    layer, x = quantised_layer("dense")[0], torch.randn(4, 24)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        layer(x)
+        compiled(x)
+        layer.weight_scale.data.mul_(2)
+        use_backend(layer, None)
+        expected = layer(x)
+        torch.testing.assert_close(compiled(x), expected)
+        torch.testing.assert_close(expected, copy.deepcopy(layer)(x))
+
+
+@pytest.mark.parametrize("make", [layer_of, quantised_layer, entropy_coded_layer])
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_trace_is_the_layer(make):
+    """Oracle: the layer, on other inputs than the traced ones."""
+    layer = built(make, "2:4")
+    with torch.no_grad():
+        layer(torch.randn(2, 24))
+        traced = torch.jit.trace(layer, (torch.randn(2, 24),))
+        x = torch.randn(2, 24)
+        torch.testing.assert_close(traced(x), layer(x))
+
+
+def test_another_state_dict_has_other_codes_in_inference_mode():
+    """Oracle: the layer that the state dict is of. Inference tensors have no version."""
+    one, other, x = entropy_coded_layer(), entropy_coded_layer(), torch.randn(3, 24)
+    state = other.state_dict()
+    with torch.inference_mode():
+        layer = SparseLowRankLinear(one.spec, False)
+        layer.load_state_dict(one.state_dict())
+        layer.use("dense")
+        layer(x)
+        layer.load_state_dict(state)
+        torch.testing.assert_close(layer(x), other(x))
+
+
 @patterns
 def test_gradients_of_coded_factors(pattern):
     """Oracle: autograd through the dense matrix."""

@@ -65,6 +65,7 @@ class HasslefreeQuantizer(HfQuantizer):
         split_experts(model)
         biased = set()
         modules = {}
+        unused = set()
         sites = find_sites(model)
         ends = {end.name: end for end in find_ends(model)}
         for listed, entry in entries.items():
@@ -76,6 +77,7 @@ class HasslefreeQuantizer(HfQuantizer):
                 layer = empty_layer(sites[name], name, entry.spec)
                 sites[name].replace(layer)
             elif is_unused_head(entry.spec, model):
+                unused.add(listed)
                 continue
             else:
                 raise CheckpointError(
@@ -89,7 +91,7 @@ class HasslefreeQuantizer(HfQuantizer):
         self.quantization_config.modules = modules
         if checkpoint_files:  # none where the caller brought a state dict
             check_stored(
-                entries,
+                {listed: entry for listed, entry in entries.items() if listed not in unused},
                 stored_tensors([Path(file) for file in checkpoint_files]),
                 biased,
                 indices=True,

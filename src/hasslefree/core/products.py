@@ -148,8 +148,13 @@ def tiles(out: int, height: int) -> Iterator[slice]:
 
 
 def is_traced(x: Tensor) -> bool:
-    """Tell whether the call is traced, by `torch.compile` or with a tensor without values."""
-    return torch.compiler.is_compiling() or type(x) is not Tensor
+    """Tell whether the call is traced: by `torch.compile`, by `torch.jit.trace`, or with a tensor
+    without values.
+    """
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
+        return True
+    tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    return tracing
 
 
 def _are_many_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:

@@ -16,7 +16,7 @@ from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import MemoryShortError, ShapeError
 from hasslefree.packed.kernels import backends, ops
 from hasslefree.packed.kernels.factors import add_low_rank
-from hasslefree.packed.kernels.whole import CodesKernel, NumbaKernel, kernel_for
+from hasslefree.packed.kernels.whole import CodesKernel, NumbaKernel, Operands, kernel_for
 from hasslefree.packed.layouts import Columns
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.packed.storage import pack_sparse, unpack_codes
@@ -142,10 +142,20 @@ class SparseLowRankLinear(nn.Module):
 
     def unpacked(self) -> Tensor:
         """S: (out, in), a new tensor at each call."""
-        tensors = self.tensors()
         if self.spec.grid is None:
-            return self.spec.unpack(tensors)
+            return self.spec.unpack(self.tensors())
+        if torch.compiler.is_compiling() and self._buffers["weight_packed"] is None:
+            # The kernel keeps its codes: entropy coding, to return them, cannot be traced.
+            tensors = {name: getattr(self, name) for name in self.spec.sparse_tensors()}
+            return self.spec.values(self._taken().all_codes(), tensors)
+        tensors = self.tensors()
         return self.spec.values(self.codes(tensors), tensors)
+
+    def _taken(self) -> Operands:
+        """The codes that the kernel has taken from the layer."""
+        assert isinstance(self.kernel, CodesKernel)
+        assert self.kernel.prepared.operands is not None
+        return self.kernel.prepared.operands
 
     def codes(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The codes of `tensors`, uint8 (out, in). Those of a stream are decoded once."""
@@ -164,8 +174,10 @@ class SparseLowRankLinear(nn.Module):
         if self.decoded is None:
             return None
         stream, version, codes = self.decoded
-        if stream is not self._buffers["weight_packed"] or version != version_of(stream):
+        if stream is not self._buffers["weight_packed"]:
             return None
+        if not torch.compiler.is_compiling() and version != version_of(stream):
+            return None  # a version cannot be traced
         return codes
 
     def rows(self, selected: Tensor) -> Tensor:
@@ -184,9 +196,7 @@ class SparseLowRankLinear(nn.Module):
         with self.kernel.lock():
             stored = self._buffers["weight_packed"]
             if stored is None:  # the kernel has taken it
-                assert isinstance(self.kernel, CodesKernel)
-                assert self.kernel.prepared.operands is not None
-                codes = self.kernel.prepared.operands.codes_of_rows(selected)
+                codes = self._taken().codes_of_rows(selected)
             elif grid.rate is not None:
                 codes = self.codes({"weight_packed": stored}).index_select(0, selected)
             else:
@@ -333,6 +343,7 @@ class SparseLowRankLinear(nn.Module):
     def _load_from_state_dict(self, *args: Any) -> None:
         with self.kernel.lock():
             self.kernel.release(self)
+            self.decoded = None
             super()._load_from_state_dict(*args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SparseLowRankLinear":
