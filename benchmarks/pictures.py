@@ -70,14 +70,15 @@ def equal_files() -> Any:
     texts = ("wikitext2", "ptb", "code", "conversation", "german")
     for axes, (model, ours) in zip(panels, EQUAL_FILES.items(), strict=True):
         rows = first_seeds(f"whole_files_{model}")
-        for name in (*RIVALS, next(iter(ours))):
-            style = style_of("hasslefree" if name in ours else "llama.cpp")
+        without, with_matrix = RIVALS
+        shown = {without: "Q4_K_M", with_matrix: "Q4_K_M, matrix", next(iter(ours)): "hasslefree"}
+        for name, label in shown.items():
+            style = HASSLEFREE if label == "hasslefree" else style_of("llama.cpp")
             increases = percentages(rows[name])
-            filled = name != RIVALS[0]
-            points = [Point(place, increases[text], "", style, filled) for place, text in enumerate(texts)]
-            plot(axes, points, name="hasslefree" if name in ours else name.removeprefix("llama.cpp "))
+            points = [Point(place, increases[text], "", style, name != without) for place, text in enumerate(texts)]
+            plot(axes, points, name=label)
         axes.axhline(0, color="black", linewidth=0.5)
-        finish(axes, model.removesuffix("-Instruct"), f"{rows[RIVALS[0]]['file_bytes'] / 1e6:.0f} MB", "", "")
+        finish(axes, model.removesuffix("-Instruct"), f"{rows[without]['file_bytes'] / 1e6:.0f} MB", "", "")
         axes.set_xticks(range(len(texts)), places, fontsize=8)
     panels[0].set_ylabel("perplexity increase, %")
     panels[0].legend(fontsize=8, loc="upper left")

@@ -77,7 +77,7 @@ def test_a_matrix_that_is_too_small_for_entropy_coding_stays_dense(shape, tmp_pa
     record = hasslefree.compress(with_thin_layers(shape), tmp_path / "out", recipe, segments=segments())
     assert not [layer.name for layer in record.layers if layer.name.endswith("mix")]
     dense, _ = layers_of(with_thin_layers(shape), size="6bits")
-    assert set(dense.values()) == {"too few rows for entropy coding"}
+    assert set(dense.values()) == {"too small for entropy coding"}
     dense, _ = layers_of(with_thin_layers((8, 32)), size="6bits")
     assert not dense
 

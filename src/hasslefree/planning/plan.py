@@ -195,15 +195,15 @@ def select(blocks: Blocks, resolved: Resolved) -> Selection:
 def check_entropy_coding(plan: LayerPlan, matrix: Matrix) -> None:
     """Raise a GridError if a matrix is to be entropy-coded and is too small for it.
 
-    The file has a number for each column, with which its codes are decoded. In a column of few
-    codes, it takes most of the bits.
+    The file has numbers for each column and row, with which the codes are decoded. Beside few
+    codes, they take most of the bits.
     """
     if plan.grid is None or plan.grid.rate is None:
         return
     out, width = plan.shape
     if out < FEWEST_ROWS or plan.size >= plan.dense_size:
         raise GridError(
-            f"{matrix.name} is {out} × {width}, with too few rows for entropy coding; use"
+            f"{matrix.name}, {out} × {width}, is too small for entropy coding; use"
             f" {option('coding', 'fixed')}",
             ("coding",),
         )
@@ -282,7 +282,7 @@ def short_reason(error: HasslefreeError, matrix: Matrix | End, resolved: Resolve
             f"its {matrix.shape[1]} inputs are no multiple of {GROUP}, as {resolved.engine} needs"
         )
     if error.fields == ("coding",):
-        return "too few rows for entropy coding"
+        return "too small for entropy coding"
     thing = "pattern" if isinstance(error, PatternError) else "group size"
     return f"the {thing} does not fit its {matrix.shape[1]} inputs"
 
