@@ -17,7 +17,7 @@ table2, table4 and figure1 with --rank 16 --samples 32 --max-tokens 16384: `embe
 --samples 32 --seqlen 1024 --max-tokens 16384, without tasks: table1 with --settings 2:4 --methods sparsegpt wanda
 dsnot; table2 with --like Llama-3.2-1B --settings '2:4 + rank 64' --methods oats joint-balanced, and --methods
 hassle-free with --rounds 20; and figure1 with --methods oats "hassle-free, gaussian start" hassle-free "hassle-free,
-exact step" joint 3basil pcp.
+exact step" joint 3basil pcp "hassle-free, ALPS".
 """
 
 from __future__ import annotations

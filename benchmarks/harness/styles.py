@@ -36,6 +36,7 @@ STYLES = {
     "AutoRound": Style("#009E73", "D"),
     "3basil": Style("#D55E00", "^"),
     "hassle-free": Style("#E69F00", "P"),
+    "hassle-free, ALPS": Style("#000000", "<"),
     "hassle-free, exact step": Style("#CC79A7", "p"),
     "hassle-free, unscaled": Style("#56B4E9", "d"),
     "hassle-free, gaussian start": Style("#767676", "v"),
