@@ -11,11 +11,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hasslefree.core.factors import check_factor_bits
+from hasslefree.core.factors import TensorSpecs, check_factor_bits
 from hasslefree.errors import CheckpointError, HasslefreeError, PatternError
 from hasslefree.files import StoredTensor
 from hasslefree.packed.linear import SparseLowRankLinear
-from hasslefree.packed.spec import LayerSpec, TensorSpecs
+from hasslefree.packed.spec import LayerSpec
 from hasslefree.validation import InvalidError, validated
 
 QUANT_METHOD = "hasslefree"

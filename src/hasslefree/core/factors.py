@@ -22,6 +22,8 @@ from hasslefree.errors import BudgetError, GridError
 BITS = 8
 # The largest code.
 TOP = 127
+# Tensors by name, with their shapes and dtypes; None is the model's dtype.
+TensorSpecs = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
 # Eigenvalues of v H vᵀ below this share of the largest count as rounding error.
 FLOOR = 1e-6
 
@@ -76,14 +78,12 @@ def factor_tensors(
     width: int,
     rank: int,
     bits: int | None,
-) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
-    """The names of the tensors that hold the factors, with their shapes and dtypes (None: the
-    model's). Rank 0 has no tensors.
-    """
+) -> TensorSpecs:
+    """The tensors that hold the factors; none at rank 0."""
     if not rank:
         return {}
     dtype = torch.int8 if bits else None
-    tensors: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {
+    tensors: TensorSpecs = {
         "low_rank_u": ((out, rank), dtype),
         "low_rank_v": ((rank, width), dtype),
     }

@@ -164,14 +164,10 @@ class Grid(Checked):
             "group": self.group,
             "symmetric": self.symmetric,
         }
-        if self.offset:
-            content["offset"] = True
-        if self.scale_bits:
-            content["scale_bits"] = self.scale_bits
-        if self.block:
-            content["block"] = self.block
-        if self.rate is not None:
-            content["rate"] = self.rate
+        for name in ("offset", "scale_bits", "block", "rate"):
+            value = getattr(self, name)
+            if value:
+                content[name] = value
         return content
 
     @property

@@ -9,15 +9,12 @@ import torch
 from torch import Tensor
 
 from hasslefree.core.entropy import decode, words_for_rate
-from hasslefree.core.factors import factor_tensors
+from hasslefree.core.factors import TensorSpecs, factor_tensors
 from hasslefree.core.gram import working_dtype
 from hasslefree.core.grids import Grid
 from hasslefree.packed.layouts import Layout, layout_of, support_of
 from hasslefree.packed.storage import pack_on_grid, unpack_codes, words_for
 from hasslefree.validation import Count, Positive
-
-# Tensors by name, with their shapes and dtypes; None is the model's dtype.
-TensorSpecs = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
 
 
 @dataclass(frozen=True)

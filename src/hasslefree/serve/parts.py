@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hasslefree.checkpoint.entries import Entry, check_index, check_tensors
-from hasslefree.core.factors import CodedRows
+from hasslefree.core.factors import CodedRows, TensorSpecs
 from hasslefree.errors import ServeError
 from hasslefree.serve.requirements import DENSE
 
@@ -57,7 +57,7 @@ class Part:
             return self.entry.spec.rank
         return 0
 
-    def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+    def tensors(self) -> TensorSpecs:
         """Map the names of the stored tensors, without the bias, to their shapes and dtypes; None
         is the model's dtype.
         """
