@@ -42,12 +42,13 @@ class Budget(Checked):
     Args:
         pattern: "N:M", "unstructured", "row", "structured" or "dense"; or a `Pattern` with its
             exact count.
-        rank: the rank r of L (fixed rank; 0 if it is not given).
-        sparsity: the share of zeros in S, for the patterns that do not imply it. With `rank`.
-        ratio: ρ, the share of the parameters that is saved. With N:M it fixes the rank,
+        rank: the rank r of L (fixed rank; 0 if not given).
+        sparsity: the share of zeros in S, for patterns other than N:M; combine with `rank`.
+        ratio: ρ, the share of the parameters that are saved. With N:M it fixes the rank,
             r = ⌊(1 − ρ − N/M)·out·in / (out + in)⌋.
-        rank_share: κ, the share of the kept parameters that goes to L, for the other patterns. With
-            `ratio`: r = ⌊κ(1 − ρ)·out·in / (out + in)⌋ and k = ⌊(1 − κ)(1 − ρ)·out·in⌋.
+        rank_share: κ, the share of the kept parameters that goes to L, for patterns other than N:M;
+            combine with `ratio`: r = ⌊κ(1 − ρ)·out·in / (out + in)⌋ and
+            k = ⌊(1 − κ)(1 − ρ)·out·in⌋.
 
     Example:
         >>> Budget("2:8", ratio=0.5).resolve(4096, 4096)
@@ -61,7 +62,7 @@ class Budget(Checked):
     rank_share: Share | None = None
 
     def problems(self) -> Iterator[Problem]:
-        """Everything that is wrong before any shape is known."""
+        """Yield the problems that do not depend on shapes."""
         if self.rank is not None and self.ratio is not None:
             yield Problem(
                 ("rank", "ratio"), "give rank or ratio, not both: the ratio fixes the rank"
@@ -129,15 +130,15 @@ class Budget(Checked):
         width: int,
         unit: int = 1,
     ) -> tuple[Pattern, int]:
-        """The pattern with its exact count, and the rank, of a weight (out, width).
+        """Return the pattern with its exact count, and the rank, for a weight (out, width).
 
         Args:
             unit: with "structured", the number of consecutive channels that are kept or removed
                 together.
 
         Raises:
-            BudgetError, PatternError: with every problem, or if the weight is too small or does not
-                divide.
+            BudgetError: all `problems`, or a rank that is too large for the weight.
+            PatternError: the pattern does not fit the weight.
         """
         problems = list(self.problems())
         if problems:
@@ -176,10 +177,10 @@ class Budget(Checked):
 
 
 def parse_pattern(name: str) -> SemiStructured | None:
-    """The N:M pattern of this name (dense is 1:1); None for a pattern that needs a count.
+    """Return the N:M pattern of this name (dense is 1:1); None for a pattern that needs a count.
 
     Raises:
-        PatternError, UnknownNameError: the name is no pattern.
+        PatternError, UnknownNameError: the name is not a pattern.
     """
     if name == "dense":
         return SemiStructured(1, 1)
@@ -196,5 +197,5 @@ def parse_pattern(name: str) -> SemiStructured | None:
 
 
 def _exact(share: float) -> Fraction:
-    """The decimal that the user typed: 0.9 is 9/10, and counts do not fall one short of it."""
+    """Return the decimal that the user typed: 0.9 becomes 9/10, so no count is one too small."""
     return Fraction(str(share))

@@ -1,9 +1,9 @@
-"""A stack of symbols from 0 to 255 that are coded by their probabilities: an asymmetric numeral
-system (arXiv 0902.0271) with a state of 64 bits, which sheds and takes words of 32.
+"""Entropy coding of symbols from 0 to 255 on a stack: an asymmetric numeral system (arXiv
+0902.0271) with a 64-bit state and 32-bit words.
 
-A symbol has one of `CLASSES` models, that of its class: a Gaussian number around 128 with a
-standard deviation of 2^(class / STEPS − OCTAVES), rounded. `LibraryStack` is constriction's coder;
-`coder_numba` reads and writes the same words, and takes a fraction of the time to read them.
+Each symbol has one of `CLASSES` classes, which gives its probability: that of a Gaussian number
+with mean 128 and standard deviation 2^(class / STEPS − OCTAVES), rounded. `LibraryStack` uses the
+coder of constriction; `coder_numba` reads and writes the same words, and reads them much faster.
 """
 
 import functools
@@ -14,39 +14,39 @@ from typing import Any, Protocol
 import constriction
 import numpy as np
 
-# Looked up once. Without Numba the library does the work.
+# Without Numba, constriction is used.
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
 # The symbol of zero.
 MIDDLE = 128
 STEPS = 8
 OCTAVES = 3
 CLASSES = 88
-# Probabilities are multiples of one over this number, and no symbol has the probability 0.
+# Probabilities are positive multiples of 1 / PRECISION.
 PRECISION = 1 << 20
 
 
 class Stack(Protocol):
-    """Symbols are put on the stack so that they come off it by class: those of the smallest class
-    first, and those of one class in their own order.
+    """Symbols come off the stack sorted by class, the smallest class first; within a class, they
+    keep their order.
 
-    Symbols are uint8 (n,); so are their classes, which are below `CLASSES`.
+    Symbols are uint8 (n,), and so are their classes, which are below `CLASSES`.
     """
 
     def push(self, symbols: np.ndarray, classes: np.ndarray) -> None:
-        """Put symbols on the stack."""
+        """Push symbols onto the stack."""
 
     def pop(self, classes: np.ndarray) -> np.ndarray:
-        """Take symbols of these classes, uint8 (n,)."""
+        """Pop symbols of these classes, uint8 (n,)."""
 
     def words(self) -> np.ndarray:
-        """The stack, uint32, its top at the end."""
+        """Return the stack, uint32, with its top at the end."""
 
 
 def stack_on(words: np.ndarray) -> Stack:
-    """The stack of these words, uint32.
+    """Return the stack with these words, uint32.
 
     Raises:
-        ValueError: no stack has such words.
+        ValueError: the words are not a stack.
     """
     if not HAS_NUMBA:
         return LibraryStack(words)
@@ -56,7 +56,7 @@ def stack_on(words: np.ndarray) -> Stack:
 
 
 class LibraryStack:
-    """The stack by constriction."""
+    """A `Stack` that uses constriction."""
 
     def __init__(self, words: np.ndarray):
         self.coder = constriction.stream.stack.AnsCoder(words)
@@ -78,16 +78,16 @@ class LibraryStack:
 
 
 def places_by_class(classes: np.ndarray) -> list[np.ndarray]:
-    """The places of the symbols of each class, in rising order."""
+    """Return the positions of the symbols of each class, in ascending order."""
     ends = np.cumsum(np.bincount(classes, minlength=CLASSES))
     return np.split(np.argsort(classes, kind="stable"), ends[:-1])
 
 
 @functools.cache
 def model(index: int) -> Any:
-    """The probabilities of a class, as constriction has them.
+    """Return the probability model of a class for constriction.
 
-    They are rounded before they are handed over, so that they are the same on every machine.
+    Probabilities are rounded first, which makes them the same on every machine.
     """
     gaussian = NormalDist(MIDDLE, 2 ** (index / STEPS - OCTAVES))
     below = np.array([0.0, *(gaussian.cdf(symbol + 0.5) for symbol in range(255)), 1.0])

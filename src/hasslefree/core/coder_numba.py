@@ -1,4 +1,4 @@
-"""`hasslefree.core.coder` by Numba: the words are those of constriction's coder."""
+"""`hasslefree.core.coder` compiled by Numba, with the same words as constriction's coder."""
 
 from functools import cache
 
@@ -13,10 +13,10 @@ u64 = np.uint64
 # constriction counts probabilities in units of 2^-24.
 UNIT = u64(24)
 MASK = u64((1 << 24) - 1)
-# The state has at least this value while there are words below it.
+# While words remain below the state, the state is at least this large.
 LEAST = u64(1 << 32)
 WORD = u64(32)
-# A symbol is looked for from the first one of its interval, of 2^-12, on.
+# The search for a symbol starts at the first symbol of an interval of this probability, 2^-12.
 INTERVAL = u64(12)
 
 
@@ -24,7 +24,7 @@ class CompiledStack:
     """See `coder.Stack`.
 
     Args:
-        words: uint32 (n,), the last one not 0.
+        words: uint32 (n,); the last word is not 0.
     """
 
     def __init__(self, words: np.ndarray):
@@ -37,7 +37,7 @@ class CompiledStack:
 
     def push(self, symbols: np.ndarray, classes: np.ndarray) -> None:
         assert len(symbols) == len(classes)
-        shed = np.empty(len(symbols), u32)  # at most a word for each
+        shed = np.empty(len(symbols), u32)  # at most one word per symbol
         order = sorted_places(classes)
         counted, state = push_symbols(symbols, classes, order, cumulative(), u64(self.state), shed)
         self.below = np.concatenate((self.below, shed[:counted]))
@@ -59,23 +59,22 @@ class CompiledStack:
 
 @cache
 def cumulative() -> np.ndarray:
-    """The probability of all smaller symbols, in constriction's units, uint32 (classes, 257).
-
-    It is the state after the symbol alone has been coded, on no state.
+    """Return the probability of all smaller symbols, in constriction's units, uint32
+    (classes, 257): the state after the symbol is pushed onto an empty stack.
     """
     found = np.zeros((CLASSES, 257), u32)
     for index in range(CLASSES):
         for symbol in range(256):
             coder = constriction.stream.stack.AnsCoder()
             coder.encode_reverse(np.array([symbol], np.int32), model(index))
-            found[index, symbol] = sum(coder.get_compressed())  # no word if it is 0
+            found[index, symbol] = sum(coder.get_compressed())  # no words if it is 0
     found[:, 256] = 1 << 24
     return found
 
 
 @cache
 def first_symbols() -> np.ndarray:
-    """The symbol at the beginning of each interval, uint8 (classes, 4096)."""
+    """Return the first symbol of each interval, uint8 (classes, 4096)."""
     starts = np.arange(1 << 12, dtype=u32) << u32(INTERVAL)
     rows = [np.searchsorted(row, starts, side="right") - 1 for row in cumulative()]
     return np.stack(rows).astype(np.uint8)
@@ -83,7 +82,7 @@ def first_symbols() -> np.ndarray:
 
 @compiled(nogil=True, error_model="numpy")
 def sorted_places(classes):
-    """The places of all symbols, int64 (n,), sorted by class; a stable sort."""
+    """Return the positions of all symbols, int64 (n,), stably sorted by class."""
     starts = np.zeros(CLASSES + 1, np.int64)
     for index in classes:
         starts[np.int64(index) + 1] += 1
@@ -106,9 +105,9 @@ def push_symbols(
     state,
     shed,
 ):
-    """Put symbols on a state, the last one first.
+    """Push symbols onto a state, the last symbol first.
 
-    Returns the number of words that the state has shed, and the new state.
+    Returns the number of words written to `shed`, and the new state.
     """
     count = 0
     for at in range(len(order) - 1, -1, -1):
@@ -135,7 +134,7 @@ def pop_symbols(
     first,
     symbols,
 ):
-    """Take symbols from a state.
+    """Pop symbols from a state into `symbols`.
 
     Returns the number of words that are left, and the new state.
     """

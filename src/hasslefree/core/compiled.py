@@ -1,4 +1,4 @@
-"""Functions that Numba compiles, and keeps on the disk for the next process."""
+"""Functions that Numba compiles and caches on disk for the next process."""
 
 import logging
 from collections.abc import Callable
@@ -11,8 +11,8 @@ logger = logging.getLogger(__name__)
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Numba's `njit` with a cache on the disk; without one where no folder for it can be written,
-    such as in a read-only container.
+    """Numba's `njit` with a cache on disk, or without a cache if the disk cannot be written, such
+    as in a read-only container.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,7 +27,7 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 @cache
 def log_uncached() -> None:
-    """Log once that functions are compiled again in every process."""
+    """Warn once that every process compiles the functions again."""
     logger.warning(
         "Numba compiles its kernels again in every process, which is slow: it can write neither"
         " beside them nor in the home folder; set NUMBA_CACHE_DIR to a folder that it can write"

@@ -1,14 +1,14 @@
-"""Codes in as few bits as their frequencies allow, by asymmetric numeral systems (arXiv 0902.0271).
+"""Entropy coding of the codes of a matrix by an asymmetric numeral system (arXiv 0902.0271).
 
-A code c from 0 to 255 is coded as if c − 128 were a Gaussian number that was rounded, with a
-standard deviation that is a product of one of its row and one of its column:
+A code c from 0 to 255 is coded as if c − 128 were a rounded Gaussian number, whose standard
+deviation is a product of a number for its row and one for its column:
 
     σ_ij = 2^((row_i + column_j) / 8),    row_i and column_j whole numbers
 
-Weights of trained models are nearly distributed so. The stream is words of 32 bits. The first one
-holds the mean and the spread of the rows' and of the columns' numbers. The last ones are the state
-of the coder, which is a stack: on it are, from the top, the numbers of the rows, those of the
-columns, each as if they were Gaussian, and the codes. The words between are zero.
+Weights of trained models roughly follow this distribution. The stream consists of 32-bit words. The
+first word holds the mean and the spread of the row numbers and of the column numbers. The last
+words are the coder's stack, which contains, from the top: the row numbers and the column numbers,
+also coded as Gaussian, and the codes. The words between are zero.
 """
 
 import math
@@ -23,25 +23,25 @@ from hasslefree.core.coder import CLASSES, MIDDLE, OCTAVES, STEPS, stack_on
 from hasslefree.core.products import tiles
 from hasslefree.errors import GridError
 
-# What is under everything on the stack: a full state, so that zeros below it are never read.
+# The bottom of the stack: a full state, so the zeros below it are never read.
 BOTTOM = np.array([0, 1], np.uint32)
-# Codes that are coded together: on the way, each takes 16 bytes.
+# Number of codes that are coded together; each temporarily takes 16 bytes.
 CHUNK = 1 << 22
 
 
 def words_for_rate(count: int, rate: float) -> int:
-    """The length of the stream of a number of codes at a rate of bits each."""
+    """Return the length of the stream for a number of codes at a rate in bits per code."""
     return 4 + math.ceil(count * rate / 32)
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers of rows or of columns as Gaussian ones.
+    """The row numbers or the column numbers, and the parameters of their Gaussian.
 
     Args:
         values: int64 (n,), from mean − 128 to mean + 127.
         mean: from −128 to 127.
-        spread: the class of their standard deviation.
+        spread: the class of the standard deviation.
     """
 
     values: np.ndarray
@@ -57,27 +57,27 @@ class Numbers:
 
     @property
     def symbols(self) -> np.ndarray:
-        """What is coded, uint8."""
+        """The symbols to code, uint8."""
         return (self.values - self.mean + MIDDLE).astype(np.uint8)
 
     @property
     def classes(self) -> np.ndarray:
-        """The class of each, uint8."""
+        """The class of each symbol, uint8."""
         return np.full(len(self.values), self.spread, np.uint8)
 
 
 def number_of(deviation: np.ndarray) -> np.ndarray:
-    """The whole numbers of standard deviations, int64."""
+    """Return the row or column numbers for standard deviations, int64."""
     return np.rint(STEPS * np.log2(np.maximum(deviation, 2.0**-OCTAVES))).astype(np.int64)
 
 
 def class_of(number: np.ndarray) -> np.ndarray:
-    """The classes of numbers."""
+    """Return the classes of row or column numbers, or of their sums."""
     return np.clip(number + STEPS * OCTAVES, 0, CLASSES - 1)
 
 
 def measured(codes: np.ndarray) -> tuple[Numbers, Numbers]:
-    """The numbers of rows and columns of codes, uint8 (out, in)."""
+    """Fit the row numbers and the column numbers to codes, uint8 (out, in)."""
     parts = list(coded_together(*codes.shape))
     sums = np.zeros(codes.shape[1], np.int64)
     for part in parts:
@@ -89,33 +89,33 @@ def measured(codes: np.ndarray) -> tuple[Numbers, Numbers]:
 
 
 def squares(codes: np.ndarray) -> np.ndarray:
-    """Of codes − 128: uint8 → int32."""
+    """Return the squares of codes − 128: uint8 → int32."""
     return np.square(codes.astype(np.int32) - MIDDLE)
 
 
 def coded_together(out: int, width: int) -> Iterator[slice]:
-    """The rows of a matrix that are coded together."""
+    """Yield the slices of rows that are coded together."""
     return tiles(out, CHUNK // max(1, width))
 
 
 def classes_of(rows: np.ndarray, columns: np.ndarray, part: slice) -> np.ndarray:
-    """The classes of the codes of some rows, uint8 (rows, in). rows, columns: numbers of all."""
+    """Return the classes of the codes in some rows, uint8 (part, in), from the numbers of all."""
     numbers = rows[part, None].astype(np.int16) + columns.astype(np.int16)
     return class_of(numbers).astype(np.uint8)
 
 
 def encode(codes: Tensor, words: int | None = None) -> Tensor:
-    """Code a matrix.
+    """Encode a matrix.
 
     Args:
         codes: uint8 (out, in).
-        words: the length of the stream; None for the least possible.
+        words: the length of the stream; None for the shortest possible.
 
     Returns:
         The stream, int32 (words,), on the device of the codes.
 
     Raises:
-        GridError: the codes need more words.
+        GridError: the codes need a longer stream.
     """
     matrix = codes.cpu().numpy()
     rows, columns = measured(matrix)
@@ -142,10 +142,10 @@ def encode(codes: Tensor, words: int | None = None) -> Tensor:
 
 
 def decode(stream: Tensor, shape: tuple[int, int]) -> Tensor:
-    """The inverse of `encode`: int32 (words,) → uint8 (out, in) on the device of the stream.
+    """Decode a stream of `encode`: int32 (words,) → uint8 (out, in) on the device of the stream.
 
     Raises:
-        GridError: `encode` writes no such stream.
+        GridError: the stream is damaged.
     """
     words = stream.cpu().numpy().view(np.uint32)
     means = words[:1].view(np.int8)[::2]
@@ -170,7 +170,7 @@ def decode(stream: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 def damaged(shape: tuple[int, int], reason: str) -> GridError:
-    """The error about a stream that `encode` has not written."""
+    """Return the error for a damaged stream."""
     return GridError(
         f"the entropy-coded codes of a layer of {shape[0]} × {shape[1]} are damaged: {reason}; copy"
         " or download the model's files again"

@@ -1,11 +1,11 @@
-"""L in eight bits: both factors as whole numbers from −127 to 127, with a scale for each row.
+"""L in eight bits: both factors as whole numbers from −127 to 127, with one scale per row.
 
     u_ik = scale_i · code_ik,   v_kj = scale_k · code_kj        u: (out, r), v: (r, in)
 
-As for S on a grid, a scale has the eight significant bits of bfloat16, and a value is rounded once,
-to the dtype of its scale. The factors are not unique: L = (u R)(R⁻¹ v) for every invertible R, and
-once v is rounded, the best u is the solution of a least squares problem. `quantised` uses both;
-docs/results/quality.md has the gain of each.
+As for S on a grid, scales have the eight significant bits of bfloat16, and values are rounded once,
+to the dtype of the scale. The factors are not unique: L = (u R)(R⁻¹ v) for every invertible R. Once
+v is rounded, the best u solves a least squares problem. `quantised` uses both facts;
+docs/results/quality.md reports what each one gains.
 """
 
 import math
@@ -30,9 +30,7 @@ FLOOR = 1e-6
 
 @dataclass(frozen=True)
 class CodedRows:
-    """A matrix (m, n) as codes, int8 (m, n) from −127 to 127, and a scale for each row, floating
-    (m,).
-    """
+    """A matrix (m, n): codes, int8 (m, n) from −127 to 127, and a floating scale per row, (m,)."""
 
     codes: Tensor
     scale: Tensor
@@ -58,11 +56,11 @@ def check_factor_bits(bits: int | None, rank: int | None = None) -> None:
 
     Args:
         bits: 8, or None for the model's dtype.
-        rank: None if it is not known yet.
+        rank: the rank of L; None if not known yet.
 
     Raises:
-        GridError: other bits.
-        BudgetError: bits for rank 0.
+        GridError: any other number of bits.
+        BudgetError: there are bits, and the rank is 0.
     """
     if bits not in (None, BITS):
         raise GridError(f"factor_bits must be {BITS}, got {bits}; leave it out for the default")
@@ -100,19 +98,19 @@ def quantised(
     gram: Gram,
     dtype: torch.dtype,
 ) -> CodedFactors:
-    """Factors in eight bits with tr((T − L) H (T − L)ᵀ) small, T = W − S, from a good L in floating
-    point.
+    """Quantise the factors of a good L to eight bits, with tr((T − L) H (T − L)ᵀ) small for
+    T = W − S.
 
-    The balanced factors are mixed, which gives all components similar sizes. v is rounded to
+    The balanced factors are mixed by R, which makes all components similar in size. v is rounded to
     nearest, u is refitted to the rounded v, and the columns of u are rounded in turn.
 
     Args:
         low_rank: L.
         weight, sparse: W and S, (out, in).
-        dtype: the dtype of the scales, which is the model's.
+        dtype: the dtype of the scales, which is that of the model.
     """
     balanced = low_rank.balanced()
-    # A row beside a column of zeros adds nothing, and mixing would spread it over all codes.
+    # A row of v whose column of u is zero adds nothing to L, but mixing would spread it everywhere.
     counts = balanced.u.norm(dim=0) > 0
     mixing = hartley(low_rank.rank, weight.device)
     v = nearest(mixing @ (balanced.v * counts.unsqueeze(1)).double(), dtype)
@@ -137,24 +135,24 @@ def hartley(rank: int, device: torch.device) -> Tensor:
 
 
 def positive_definite(norm: Tensor) -> Tensor:
-    """A symmetric matrix (r, r) with its eigenvalues raised to FLOOR times the largest; the
-    identity for zeros.
+    """Raise the eigenvalues of a symmetric matrix (r, r) to FLOOR times the largest; return the
+    identity for a matrix of zeros.
     """
     values, vectors = eigh(norm)
     largest = float(values[-1])
-    if not largest > 0:  # also for NaN, which the caller finds in the loss
+    if not largest > 0:  # also for NaN, which the caller detects in the loss
         return torch.eye(len(norm), dtype=norm.dtype, device=norm.device)
     return vectors * values.clamp_min(FLOOR * largest) @ vectors.T
 
 
 def nearest(matrix: Tensor, dtype: torch.dtype) -> CodedRows:
-    """The codes of a matrix (m, n) by rounding to nearest.
+    """Round a matrix (m, n) to the nearest codes.
 
     The scale of a row gives its largest entry the largest code; it is 1 for rows of zeros, and
     never subnormal.
 
     Args:
-        dtype: of the scales.
+        dtype: the dtype of the scales.
     """
     largest = matrix.abs().amax(1)
     least = max(_least_scale(dtype), _least_scale(torch.bfloat16))
@@ -168,12 +166,12 @@ def swept(
     norm: Tensor,
     dtype: torch.dtype,
 ) -> CodedRows:
-    """The codes of u (out, r), float64, with tr((u − û) G (u − û)ᵀ) small, for a positive definite
+    """Quantise u (out, r), float64, to û with tr((u − û) G (u − û)ᵀ) small, for a positive definite
     G (r, r).
 
-    With G = C Cᵀ, C lower triangular, column k of (u − û) C depends on û_k and the columns after it
-    alone: the sweep of GPTQ (arXiv 2210.17323), from the last to the first. A row for which nearest
-    rounding is better takes that.
+    With G = C Cᵀ, C lower triangular, column k of (u − û) C depends only on û_k and the columns
+    after it. This is the sweep of GPTQ (arXiv 2210.17323) from the last column to the first. Rows
+    for which rounding to nearest is better are rounded to nearest.
     """
     plain = nearest(u, dtype)
     wide_scale = plain.scale.to(u.dtype)

@@ -16,9 +16,9 @@ class Gram:
 
     Args:
         matrix: (in, in), symmetric positive semi-definite, float32 or float64.
-        tokens: the number of rows of X, by which correlations are trusted (`shrunk`); 0 if there
-            were none, and H = I stands for them.
-        mean: (in,), the mean of the rows of X; None where it was not computed. Only DSNoT needs it.
+        tokens: the number of rows of X, which decides how far `shrunk` trusts correlations; 0 if
+            there were none and H = I takes their place.
+        mean: (in,), the mean of the rows of X; None if not computed. Only DSNoT needs it.
 
     Example:
         >>> gram = Gram.from_activations(torch.randn(1000, 64))
@@ -47,12 +47,12 @@ class Gram:
         """Compute the Gram of activations.
 
         Args:
-            x: (..., tokens, in), any floating dtype. float64 is summed in float64, all else in
+            x: (..., tokens, in), any floating dtype. float64 is summed in float64, other dtypes in
                 float32.
 
         Raises:
             NonFiniteError: x holds NaN or Inf, or its squares overflow.
-            ShapeError: x is no such tensor.
+            ShapeError: x is not such a tensor.
         """
         given: object = type(x).__name__
         if isinstance(x, Tensor):
@@ -75,9 +75,7 @@ class Gram:
 
     @classmethod
     def identity(cls, width: int) -> "Gram":
-        """H = I, for inputs about which nothing is known: the loss is then that of the weight
-        itself.
-        """
+        """Return H = I, for unknown inputs: the loss is then the squared error of the weight."""
         matrix = torch.eye(width, dtype=torch.float64)
         return cls(matrix, width, torch.zeros(width, dtype=torch.float64))
 
@@ -93,7 +91,7 @@ class Gram:
 
     @property
     def means(self) -> Tensor:
-        """(in,): the mean of each input. Raises MomentError where the Gram has none."""
+        """(in,): the mean of each input. Raises MomentError if it was not computed."""
         if self.mean is None:
             raise MomentError(
                 "this method also needs the mean of the inputs; create the Gram with"
@@ -102,7 +100,7 @@ class Gram:
         return self.mean
 
     def to(self, like: Tensor) -> "Gram":
-        """The same Gram in the working dtype and on the device of `like`."""
+        """Return the Gram in the working dtype and on the device of `like`."""
         dtype = working_dtype(like)
         mean = None if self.mean is None else self.mean.to(like.device, dtype)
         return Gram(self.matrix.to(like.device, dtype), self.tokens, mean)
@@ -120,11 +118,11 @@ class Gram:
 
     @cached_property
     def shrinkage(self) -> float:
-        """α of `shrunk`, by `core.shrinkage`; 0 for an H of no tokens."""
+        """α of `shrunk`, from `core.shrinkage`; 0 if there are no tokens."""
         return shrinkage(self.matrix, self.tokens)
 
     def shrunk(self) -> "Gram":
-        """(1 − α) H + α diag H: of few tokens, many correlations between inputs are chance."""
+        """(1 − α) H + α diag H: with few tokens, many correlations between inputs are chance."""
         matrix = self.matrix * (1 - self.shrinkage)
         matrix.diagonal().copy_(self.diagonal)
         return Gram(matrix, self.tokens, self.mean)
@@ -154,8 +152,8 @@ class Gram:
         return max(torch.sum(product.mul_(residual), dtype=torch.float64).item(), 0.0)
 
     def expected_loss(self, residual: Tensor) -> float:
-        """tr(R H′ Rᵀ) with H′ = `shrunk`: about the loss on other text of a residual R, (out, in),
-        that was fitted with H′. On the tokens of H, if they are few, the loss is far smaller.
+        """tr(R H′ Rᵀ) with H′ = `shrunk`: an estimate of the loss on other text, for a residual R,
+        (out, in), that was fitted with H′. If tokens are few, the loss on them is far smaller.
         """
         squares = residual.square().sum(0, dtype=torch.float64)
         on_diagonal = torch.dot(squares, self.diagonal.double()).item()
@@ -163,7 +161,7 @@ class Gram:
 
 
 def relative(loss: float, norm: float) -> float:
-    """loss / norm; 0 where both vanish."""
+    """loss / norm; 0 if both are zero."""
     if norm == 0.0:
         if loss == 0.0:
             return 0.0
@@ -172,14 +170,14 @@ def relative(loss: float, norm: float) -> float:
 
 
 def working_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype that solvers work in: float32, or float64 where the caller already uses it."""
+    """Return the dtype that solvers work in: float64 for a tensor in float64, otherwise float32."""
     if tensor.dtype == torch.float64:
         return torch.float64
     return torch.float32
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """The dtype of a tensor in an error message, such as "float32"."""
+    """Return the dtype of a tensor for an error message, such as "float32"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -187,13 +185,13 @@ def check_floating(name: str, tensor: Tensor) -> None:
     """Raise ShapeError unless an argument is a tensor of a floating dtype of at least 16 bits.
 
     Args:
-        name: of the argument.
+        name: the name of the argument.
     """
     if not isinstance(tensor, Tensor):
         raise ShapeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
         raise ShapeError(
             f"{name} must be of a floating dtype of at least 16 bits, got {dtype_name(tensor)};"
-            f" convert it first, such as {name}.float() (of a complex tensor, choose its real part:"
+            f" convert it first, such as {name}.float() (for a complex tensor, take the real part:"
             f" {name}.real)"
         )

@@ -1,19 +1,19 @@
-"""A grid as a constraint set: the entries of a group of inputs of a row lie at equal distances.
+"""Quantisation grids: in each group of inputs of a row, the allowed values are equally spaced.
 
     S_ij = (code_ij − zero_g)·scale_g,    code_ij and zero_g whole numbers from 0 to 2^bits − 1
     S_ij = code_ij·scale_g + offset_g,    offset_g any number, on a grid with an offset
 
-g is the group of row i and input j. On a grid with a whole zero, zero is a value to the bit, and S
-can be on a support and on a grid at once. A grid with an offset has one more number for each group,
-and fits better: it is for an S that keeps every entry. Which numbers scales and offsets may be is
-said in `core.scales`; (code − zero)·scale is exact in float32.
+g is the group of row i and input j. A grid with a whole zero represents the value 0 exactly, so S
+can be sparse and on the grid at once. A grid with an offset fits better, but only suits an S that
+keeps every entry. `core.scales` describes the numbers that scales and offsets may be;
+(code − zero)·scale is exact in float32.
 
-An entropy-coded grid has codes of eight bits, a scale for each row and one for each input,
+An entropy-coded grid has codes of eight bits, one scale per row and one per input,
 
     S_ij = (code_ij − 128)·scale_i·input_scale_j
 
-and its scales decide how many bits the codes take in a file, where frequent ones are short
-(`core.entropy`). At the same number of bits, its steps are far finer than those of codes of one
+The scales decide how many bits the codes take in a file, where frequent codes are shorter
+(`core.entropy`). At the same number of bits, the steps are far finer than with codes of equal
 length (WaterSIC, arXiv 2603.04956).
 """
 
@@ -39,19 +39,22 @@ from hasslefree.core.scales import (
 from hasslefree.errors import GridError, option
 from hasslefree.validation import Checked, Positive
 
-# Bits of a code.
+# Possible bits of a code.
 BITS = (2, 3, 4, 5, 6, 8)
-# The bits a weight that an entropy-coded grid may have, and those among which a size chooses.
+# The fewest and the most bits per weight of an entropy-coded grid, and the rates that are tried to
+# reach a given size.
 LEAST_RATE = 1.0
 MOST_RATE = 7.0
 RATES = tuple(quarters / 4 for quarters in range(6, 27))
-# Each further range that is tried for a group is narrower by this share of the whole one.
+# Each further range tried for a group is narrower by this share of the whole range.
 NARROWER = 0.02
 
 
 def check_bits(name: str, bits: int, allowed: Sequence[int]) -> None:
-    """Raise a GridError unless a number of bits is one of those that are allowed, in rising order;
-    it names the nearest ones.
+    """Raise a GridError, which names the nearest allowed bits, unless these bits are allowed.
+
+    Args:
+        allowed: in ascending order.
     """
     if bits in allowed:
         return
@@ -64,21 +67,21 @@ def check_bits(name: str, bits: int, allowed: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class Grid(Checked):
-    """The values that S may have: 2^bits numbers in each group of inputs of a row.
+    """The values that S may have: 2^bits numbers per group of inputs of a row.
 
     Args:
-        bits: the bits of a code, one of BITS.
-        group: the number of consecutive inputs that share a scale and a zero, 32 to 128 as a rule;
+        bits: the bits per code, one of BITS.
+        group: the number of consecutive inputs that share a scale and a zero, usually 32 to 128;
             None for a whole row.
         symmetric: place the values around zero, with zero = 2^(bits − 1) everywhere; otherwise from
             the smallest to the largest entry.
-        offset: store the value of code 0 for each group, in place of a whole zero.
-        scale_bits: store scales and offsets as multiples of units of their row, with so many bits,
-            one of SCALE_BITS; None for floats of 16 bits.
+        offset: store the value of code 0 for each group, instead of a whole zero.
+        scale_bits: store scales and offsets as multiples of units of their row, with this many
+            bits, one of SCALE_BITS; None for 16-bit floats.
         block: with scale_bits, the number of consecutive inputs that share units, a multiple of the
             group; None for a whole row. Scales of a symmetric grid with blocks have a sign.
-        rate: of an entropy-coded grid (`entropy_coded`): the bits a weight of its codes in a file,
-            from LEAST_RATE to MOST_RATE; None for codes of one length.
+        rate: the bits per code in a file, for an entropy-coded grid (`entropy_coded`), from
+            LEAST_RATE to MOST_RATE; None for codes of equal length.
 
     Example:
         >>> scaling = Grid(bits=4, group=64).scaling(weight)  # weight: (out, in)
@@ -96,7 +99,7 @@ class Grid(Checked):
 
     @classmethod
     def entropy_coded(cls, rate: float) -> "Grid":
-        """Codes that take this many bits each on average."""
+        """Return the grid whose codes take this many bits each, on average."""
         return cls(bits=8, group=None, symmetric=True, rate=rate)
 
     def __post_init__(self) -> None:
@@ -156,9 +159,7 @@ class Grid(Checked):
         return text
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: what a reader of the codes needs; `offset`, `scale_bits`, `block` and `rate`
-        only where they are set.
-        """
+        """Return the fields for JSON; `offset`, `scale_bits`, `block` and `rate` only if set."""
         content: dict[str, Any] = {
             "bits": self.bits,
             "group": self.group,
@@ -172,11 +173,11 @@ class Grid(Checked):
 
     @property
     def stored_bits(self) -> float:
-        """The bits of a code in a file, on average."""
+        """The bits per code in a file, on average."""
         return self.bits if self.rate is None else self.rate
 
     def with_bits(self, bits: int) -> "Grid":
-        """The grid with codes of another length, or of another rate."""
+        """Return the grid with other bits per code, or another rate."""
         if self.rate is None:
             return replace(self, bits=bits)
         return replace(self, rate=float(bits))
@@ -200,7 +201,7 @@ class Grid(Checked):
                 f"blocks of {self.block} do not divide the {shape[1]} inputs of the layer"
             )
         prunes = pattern is not None and pattern.kept(shape) < math.prod(shape)
-        # Their layouts leave out entries that happen to be zero, however many they keep.
+        # The layouts of these patterns omit entries that happen to be zero, even if all are kept.
         prunes |= isinstance(pattern, Counted)
         if self.offset and prunes:
             raise GridError(
@@ -238,23 +239,23 @@ class Grid(Checked):
             )
 
     def groups(self, width: int) -> int:
-        """The number of groups in a row of `width` inputs."""
+        """Return the number of groups in a row of `width` inputs."""
         if self.group is None:
             return 1
         return width // self.group
 
     def blocks(self, width: int) -> int | None:
-        """The number of blocks in a row of `width` inputs; None if its units are those of a row."""
+        """Return the number of blocks in a row of `width` inputs; None without blocks."""
         if self.block is None:
             return None
         return width // self.block
 
     def fit(self, entries: Tensor, storage: Floats | Multiples = FLOATS) -> "Levels":
-        """The levels of groups of entries (out, …, n), from the smallest entry to the largest
-        (arXiv 2210.17323): scale and zero (out, …, 1), in the dtype of the entries.
+        """Fit levels from the smallest entry to the largest (arXiv 2210.17323) to groups of entries
+        (out, …, n): scale and zero (out, …, 1), in the dtype of the entries.
 
         Args:
-            storage: which numbers they may be.
+            storage: the numbers that scales and offsets may be.
         """
         return self._spanning(*self._ends(entries), storage)
 
@@ -265,13 +266,12 @@ class Grid(Checked):
         weights: Tensor,
         storage: Floats | Multiples = FLOATS,
     ) -> "Levels":
-        """The levels with the smallest weighted sum of squared rounding errors in each group.
+        """Find the levels with the smallest weighted sum of squared rounding errors in each group.
 
         Args:
             entries, storage: as for `fit`.
-            ranges: the number of ranges of values that are tried for a group, from 1 to
-                1 / NARROWER. The first range is that of `fit`, and each further one is narrower by
-                a share NARROWER of the first.
+            ranges: the number of ranges of values to try, from 1 to 1 / NARROWER. The first is the
+                range of `fit`; each further one is narrower by NARROWER of the first.
             weights: the weights of the squares, (n,).
         """
         low, high = self._ends(entries)
@@ -291,15 +291,15 @@ class Grid(Checked):
         return best
 
     def _ends(self, entries: Tensor) -> tuple[Tensor, Tensor]:
-        """The values of the lowest and of the highest code for groups (…, n): (…, 1) each."""
+        """Return the values of the lowest and the highest code for groups (…, n): (…, 1) each."""
         high = entries.amax(-1, keepdim=True)
         low = entries.amin(-1, keepdim=True)
         if self.offset and self.scale_bits:
-            return low.clamp_max_(0), high  # no multiple is above 0
+            return low.clamp_max_(0), high  # stored offsets are at most 0
         if self.offset:
             return low, high
         if self.signed_scales:
-            # The code that has no opposite is at the entry that is farthest from zero.
+            # The code without an opposite represents the entry farthest from zero.
             low = torch.where(high > -low, high, low)
             return low, low * ((1 - self.top) / (1 + self.top))
         high = high.clamp_min_(0)
@@ -315,11 +315,11 @@ class Grid(Checked):
         high: Tensor,
         storage: Floats | Multiples,
     ) -> "Levels":
-        """Levels whose codes run from low to high. Without an offset, 0 is between them."""
+        """Return levels whose codes run from low to high. Without an offset, 0 is in between."""
         span = storage.scales((high - low) / self.top)
         scale = torch.where(span != 0, span, SMALLEST_HALF)  # a group of equal entries
         if self.offset and self.scale_bits:
-            # Where scales are coarse, codes from the low end lose less than codes in the middle.
+            # With coarse scales, codes that start at the low end lose less than centred ones.
             zero = storage.offsets(low)
         elif self.offset:
             zero = storage.offsets((low + high - self.top * span) / 2)
@@ -330,7 +330,7 @@ class Grid(Checked):
         return Levels(self, scale, zero)
 
     def scaling(self, matrix: Tensor) -> "Scaling":
-        """Scales and zeros that suit a matrix (out, in).
+        """Fit scales and zeros to a matrix (out, in).
 
         Raises:
             GridError: the groups do not divide its inputs, or the grid is entropy-coded.
@@ -347,14 +347,14 @@ class Grid(Checked):
         return Scaling(self, levels.scale.squeeze(-1), levels.zero.squeeze(-1), storage)
 
     def empty_scaling(self, matrix: Tensor) -> "Scaling":
-        """A scaling for a matrix (out, in), to be written into group by group."""
-        # Transposed, so that the column of a group lies in one piece.
+        """Return a scaling for a matrix (out, in), to be filled group by group."""
+        # Transposed, so that the column of a group is contiguous.
         shape = (self.groups(matrix.shape[1]), matrix.shape[0])
         storage = self.storage_for(matrix)
         return Scaling(self, matrix.new_ones(shape).T, matrix.new_zeros(shape).T, storage)
 
     def storage_for(self, matrix: Tensor) -> Floats | Multiples:
-        """Which numbers the scales and offsets of a matrix (out, in) may be."""
+        """Choose the numbers that the scales and offsets of a matrix (out, in) may be."""
         half = suits_half(matrix, self.top)
         if self.scale_bits is None:
             return Floats(half)
@@ -380,7 +380,7 @@ class Levels:
     zero: Tensor
 
     def codes(self, entries: Tensor) -> Tensor:
-        """The codes of the nearest values, whole numbers in the dtype of the entries."""
+        """Return the codes of the nearest values, whole numbers in the dtype of the entries."""
         if self.grid.offset:
             codes = ((entries - self.zero) / self.scale).round_()
         else:
@@ -388,17 +388,17 @@ class Levels:
         return codes.clamp_(0, self.grid.top)
 
     def values(self, codes: Tensor) -> Tensor:
-        """The values of codes, which are overwritten, in the dtype of the scale."""
+        """Return the values of codes, in the dtype of the scale. The codes are overwritten."""
         if self.grid.offset:
             return codes.mul_(self.scale).add_(self.zero)
         return codes.sub_(self.zero).mul_(self.scale)
 
     def nearest(self, entries: Tensor) -> Tensor:
-        """The values that are nearest to entries."""
+        """Return the values nearest to entries."""
         return self.values(self.codes(entries))
 
     def error(self, entries: Tensor, weights: Tensor) -> Tensor:
-        """The weighted sum of squared rounding errors of each group (…, n): (…, 1)."""
+        """Return the weighted sum of squared rounding errors of each group (…, n): (…, 1)."""
         squares = (entries - self.nearest(entries)).square_()
         return squares.mul_(weights).sum(-1, keepdim=True)
 
@@ -409,9 +409,9 @@ class Scaling:
     floating.
 
     Args:
-        storage: which numbers they may be. Floats are in the dtype in which they are stored.
-            Multiples are in a working dtype, and their units in the dtype in which they are stored.
-        input_scale: of each input, (in,), on an entropy-coded grid; otherwise None.
+        storage: the numbers that scales and offsets may be. Floats have the dtype in which they are
+            stored. Multiples have a working dtype, and their units the dtype of storage.
+        input_scale: the scale of each input, (in,), on an entropy-coded grid; otherwise None.
     """
 
     grid: Grid
@@ -421,7 +421,7 @@ class Scaling:
     input_scale: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> "Scaling":
-        """The same numbers, stored in another dtype; GridError if it does not hold them."""
+        """Return the same numbers, stored in another dtype; GridError if they would change."""
         if isinstance(self.storage, Multiples):
             return replace(self, storage=self.storage.to(dtype))
         scale = cast_exactly(self.scale, dtype)
@@ -432,12 +432,12 @@ class Scaling:
         return replace(self, scale=scale, zero=zero, input_scale=input_scale)
 
     def of_rows(self, rows: slice) -> "Scaling":
-        """That of some rows, if scales and zeros are floats."""
+        """Return the scaling of some rows; scales and zeros must be floats."""
         assert isinstance(self.storage, Floats)
         return replace(self, scale=self.scale[rows], zero=self.zero[rows])
 
     def levels(self) -> Levels:
-        """Those of entries by group, (out, groups, n), in the working dtype."""
+        """Return the levels of entries by group, (out, groups, n), in the working dtype."""
         dtype = working_dtype(self.scale)
         scale = self.scale.to(dtype).unsqueeze(-1)
         if self.input_scale is not None:
@@ -445,8 +445,8 @@ class Scaling:
         return Levels(self.grid, scale, self.zero.to(dtype).unsqueeze(-1))
 
     def at(self, j: int) -> Levels:
-        """Those of the entries of input j, (out,); writing to them changes the group of j, except
-        on an entropy-coded grid.
+        """Return the levels of input j, (out,). Writing to them changes the group of j, except on
+        an entropy-coded grid.
         """
         g = j // self.grid.group if self.grid.group else 0
         scale = self.scale[:, g]
@@ -455,24 +455,24 @@ class Scaling:
         return Levels(self.grid, scale, self.zero[:, g])
 
     def storage_at(self, j: int) -> Floats | Multiples:
-        """Which numbers those of the group of input j may be."""
+        """Return the storage of the group of input j."""
         if isinstance(self.storage, Multiples):
             return self.storage.of_block(j // self.grid.block if self.grid.block else 0)
         return self.storage
 
     def by_group(self, matrix: Tensor) -> Tensor:
-        """A matrix (out, in) as (out, groups, n)."""
+        """View a matrix (out, in) as (out, groups, n)."""
         return matrix.unflatten(1, (self.scale.shape[1], -1))
 
     def codes(self, matrix: Tensor) -> Tensor:
-        """The codes, uint8, of the values nearest to a matrix (out, in); exact for one on the grid
-        in float32.
+        """Return the codes, uint8, of the values nearest to a matrix (out, in). They are exact for
+        a matrix on the grid in float32.
         """
         return self.levels().codes(self.by_group(matrix)).flatten(1).to(torch.uint8)
 
     def values(self, codes: Tensor) -> Tensor:
-        """The values of codes (out, in) of any dtype, rounded once to the dtype in which the scales
-        or their units are stored.
+        """Return the values of codes (out, in) of any dtype, rounded once to the dtype in which the
+        scales or their units are stored.
         """
         stored = self.scale
         if isinstance(self.storage, Multiples):
@@ -481,7 +481,7 @@ class Scaling:
         return self.levels().values(parts).flatten(1).to(stored.dtype)
 
     def nearest(self, matrix: Tensor) -> Tensor:
-        """The matrix on the grid that is nearest to a matrix (out, in)."""
+        """Round a matrix (out, in) to the nearest values of the grid."""
         return self.levels().nearest(self.by_group(matrix)).flatten(1)
 
 
@@ -501,11 +501,11 @@ class Quantised:
         scaling: Scaling,
         dtype: torch.dtype,
     ) -> "Quantised":
-        """The codes of a matrix on the grid, with scales in another dtype; GridError if that dtype
-        does not hold them exactly.
+        """Return the codes of a matrix on the grid, with scales in another dtype; GridError if they
+        would change.
         """
         return cls(scaling.codes(matrix), scaling.to(dtype))
 
     def values(self) -> Tensor:
-        """The matrix, in the dtype of the scales."""
+        """Return the matrix in the dtype of the scales."""
         return self.scaling.values(self.codes)

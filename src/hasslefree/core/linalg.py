@@ -1,6 +1,7 @@
 """Factorisations of a Gram, and least squares on a support.
 
-Factors of a damped Gram are computed in float64 and cast once: they are ill-conditioned and rare.
+Damped Gram matrices are ill-conditioned and few: their factors are computed in float64 and cast
+once.
 """
 
 from contextlib import nullcontext
@@ -11,23 +12,23 @@ from torch import Tensor
 from hasslefree.core.products import matmul_precision, narrow_products
 from hasslefree.errors import FactorizationError, option
 
-# Up to this size a matrix is inverted in one piece: factorisations of small ones are faster than
+# Matrices up to this size are inverted in one piece: for small ones, a factorisation is faster than
 # products.
 BLOCK = {"cpu": 384, "cuda": 2048}
-# The rows of a triangular factor that are rotated at a time.
+# Number of rows of a triangular factor that are rotated together.
 ROTATED = 64
 
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 
 
 def lower_cholesky(matrix: Tensor) -> Tensor:
-    """C with matrix = C Cᵀ: (n, n), lower triangular, in float64.
+    """Return C with matrix = C Cᵀ: (n, n), lower triangular, in float64.
 
     C_jj² / H_jj is the share of input j that the inputs before it do not explain.
 
     Raises:
-        FactorizationError: one of these shares is at the level of rounding, as everything computed
-            with C would then be.
+        FactorizationError: such a share is at the level of rounding errors, and so would be the
+            results computed with C.
     """
     factor, info = torch.linalg.cholesky_ex(matrix.double())
     rounding = max(torch.finfo(matrix.dtype).eps, len(matrix) * torch.finfo(torch.float64).eps)
@@ -43,8 +44,8 @@ def lower_cholesky(matrix: Tensor) -> Tensor:
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Rising eigenvalues, and eigenvectors, of a symmetric matrix (n, n); FactorizationError if
-    LAPACK fails.
+    """Return the eigenvalues in ascending order, and the eigenvectors, of a symmetric matrix (n,
+    n); FactorizationError if LAPACK fails.
     """
     try:
         values, vectors = torch.linalg.eigh(matrix)
@@ -56,16 +57,16 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inverse_factor(matrix: Tensor) -> Tensor:
-    """The upper U with matrix⁻¹ = UᵀU, in the dtype of `matrix`: U = A⁻¹ for matrix = A Aᵀ with A
-    upper.
+    """Return the upper U with matrix⁻¹ = UᵀU, in the dtype of `matrix`: U = A⁻¹ for matrix = A Aᵀ
+    with A upper.
     """
     upper = lower_cholesky(matrix.flip(0, 1)).flip(0, 1)
     return inverse_of_upper(upper).to(matrix.dtype)
 
 
 def inverse_of_upper(matrix: Tensor) -> Tensor:
-    """The inverse of an upper triangular matrix (n, n), by halves: half of it is zero, which
-    `solve_triangular` would compute too.
+    """Invert an upper triangular matrix (n, n) by halves. `solve_triangular` alone would compute
+    the zeros too.
     """
     if _is_one_block(matrix):
         identity = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
@@ -83,8 +84,8 @@ def inverse_of_upper(matrix: Tensor) -> Tensor:
 
 
 def with_rows(factor: Tensor, rows: Tensor) -> Tensor:
-    """The upper U with UᵀU = AᵀA + BᵀB, up to the signs of its rows, by orthogonal steps on blocks
-    of rows, in O(n² r) (Golub & Van Loan, section 6.5).
+    """Return the upper U with UᵀU = AᵀA + BᵀB, up to the signs of its rows, by orthogonal steps on
+    blocks of rows, in O(n² r) (Golub & Van Loan, section 6.5).
 
     Args:
         factor: A, (n, n), upper.
@@ -105,18 +106,18 @@ def with_rows(factor: Tensor, rows: Tensor) -> Tensor:
 
 
 def unit_diagonal_scale(diagonal: Tensor) -> Tensor:
-    """D = diag(H)^½: (in,), with 1 in place of a zero, which makes it a divisor."""
+    """Return D = diag(H)^½, (in,), with 1 in place of zeros, to divide by."""
     return torch.where(diagonal > 0, diagonal, 1.0).sqrt()
 
 
 def _is_one_block(matrix: Tensor) -> bool:
-    """True if a matrix is inverted in one piece."""
+    """Return True if a matrix is inverted in one piece."""
     return len(matrix) <= BLOCK.get(matrix.device.type, BLOCK["cpu"])
 
 
 def inverse_(matrix: Tensor) -> Tensor:
-    """Overwrite a well-conditioned positive definite matrix (n, n) by its inverse. If factoring
-    fails, the inverse is computed in float64.
+    """Overwrite a well-conditioned positive definite matrix (n, n) with its inverse. If a
+    factorisation fails, the inverse is computed in float64.
     """
     try:
         with matmul_precision(matrix.device):
@@ -127,8 +128,8 @@ def inverse_(matrix: Tensor) -> Tensor:
 
 
 def _inverse_by_blocks(matrix: Tensor) -> Tensor:
-    """The inverse by halves, mostly products: the inverse of the upper left block, then that of its
-    Schur complement. Raises LinAlgError if a factorisation fails.
+    """Invert by halves, mostly with products: the upper left block first, then its Schur
+    complement. Raises LinAlgError if a factorisation fails.
     """
     if _is_one_block(matrix):
         return torch.cholesky_inverse(torch.linalg.cholesky(matrix))
@@ -147,9 +148,9 @@ def _inverse_by_blocks(matrix: Tensor) -> Tensor:
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
-    """An orthonormal basis of the columns of a matrix (n, r), by a QR factorisation.
+    """Return an orthonormal basis of the columns of a matrix (n, r), by a QR factorisation.
 
-    On CUDA, where QR runs column by column, `cholesky_qr` takes its place.
+    On CUDA, where QR works column by column, `cholesky_qr` is used instead.
     """
     if not matrix.shape[1] or matrix.device.type != "cuda":
         return torch.linalg.qr(matrix).Q
@@ -157,11 +158,11 @@ def orthonormal(matrix: Tensor) -> Tensor:
 
 
 def cholesky_qr(matrix: Tensor) -> Tensor:
-    """An orthonormal basis of the columns of a matrix (n, r), by three Cholesky factorisations of
-    the columns' products (CholeskyQR3: Fukaya et al., arXiv 1809.11085).
+    """Return an orthonormal basis of the columns of a matrix (n, r), by three Cholesky
+    factorisations of the columns' products (CholeskyQR3: Fukaya et al., arXiv 1809.11085).
 
-    Each product, (r, r), is shifted by its rounding; the last shifts only columns in the span of
-    others.
+    Each product, (r, r), is shifted by its rounding error; the last product only at columns in the
+    span of other columns.
     """
     rounding = 4 * matrix.shape[1] * torch.finfo(matrix.dtype).eps
     with matmul_precision(matrix.device):
@@ -189,22 +190,22 @@ def masked_cg(
     tolerance: float = 0,
     narrow: bool = False,
 ) -> Tensor:
-    """S on a support with tr((T − S) H (T − S)ᵀ) small, by conjugate gradients on every row,
+    """Find S on a support with tr((T − S) H (T − S)ᵀ) small, by conjugate gradients on every row,
     Jacobi-preconditioned.
 
     No step raises the loss. If H is singular, no step is taken along a direction d with d H dᵀ at
-    the level of rounding.
+    the level of rounding errors.
 
     Args:
         matrix: H, (in, in), positive semi-definite with a positive diagonal.
         target: T, (out, in).
         start: the initial S, (out, in), zero off the support.
         mask: the support, bool (out, in).
-        steps: the maximum of steps.
+        steps: the maximum number of steps.
         tolerance: stop when in every row g diag(H)⁻¹ gᵀ ≤ tolerance²·Σ t²·H_jj, with g the gradient
             on the support.
         narrow: compute the products of directions with H by `narrow_products`. The first product,
-            of the residual, stays in full precision.
+            with the residual, keeps full precision.
     """
     diagonal = matrix.diagonal()
     inverse_diagonal = 1 / diagonal

@@ -24,21 +24,22 @@ class LowRank:
         return self.u @ self.v
 
     def residual(self, weight: Tensor, sparse: Tensor) -> Tensor:
-        """W − S − L for a weight and S, (out, in). It allocates two arrays of that size at most."""
+        """Return W − S − L, (out, in). At most two arrays of this size are allocated."""
         return torch.sub(weight, sparse).sub_(self.product())
 
     def balanced(self) -> "LowRank":
-        """The same product with ‖column of u‖ = ‖row of v‖, which keeps both factors within the
-        range of a narrow dtype.
+        """Return the same product with ‖column of u‖ = ‖row of v‖, which keeps both factors within
+        the range of a narrow dtype.
         """
         of_columns, of_rows = self.balancing()
         return LowRank(self.u * of_columns, self.v / of_rows.unsqueeze(1))
 
     def balancing(self) -> tuple[Tensor, Tensor]:
-        """By what `balanced` multiplies the columns of u, and divides the rows of v, (rank,) each.
+        """Return the factors of `balanced`, (rank,) each: columns of u are multiplied by the first,
+        and rows of v divided by the second.
 
-        They are the same numbers but for what is beside zeros, which adds nothing to the product,
-        and gets the largest of the other norms, or 1.
+        Both are the same, except where a column or a row is zero and the other one adds nothing to
+        the product: the other one gets the largest of the remaining norms, or 1.
         """
         u_norms = self.u.norm(dim=0)
         v_norms = self.v.norm(dim=1)
@@ -62,10 +63,10 @@ class LowRank:
         rank: int,
         seed: int,
     ) -> "LowRank":
-        """L = 0 for a weight (out, in): u gaussian, v zero.
+        """Return L = 0 for a weight (out, in): u gaussian, v zero.
 
         The paper (arXiv 2502.00899, Algorithm 2) writes W transposed: its U = 0 is v here, and its
-        gaussian V is u. The numbers are drawn on the CPU, which makes a seed mean the same on every
+        gaussian V is u. The numbers are drawn on the CPU, so a seed gives the same numbers on every
         device.
         """
         generator = torch.Generator().manual_seed(seed)
@@ -74,14 +75,14 @@ class LowRank:
 
 
 def truncated_svd(matrix: Tensor, rank: int) -> LowRank:
-    """C_r(matrix): the best approximation of rank r in the Frobenius norm (Eckart–Young) of a
-    matrix (out, in). The columns of u have the singular values as norms, and the rows of v are
-    unit vectors, or zero if the singular value is.
+    """Return C_r(matrix): the best approximation of rank r in the Frobenius norm (Eckart–Young) of
+    a matrix (out, in). The norms of the columns of u are the singular values; the rows of v are
+    unit vectors, or zero if the singular value is zero.
 
-    On a CPU, the leading singular vectors of the shorter side are those of M Mᵀ or MᵀM, which takes
-    a fraction of the time of an SVD. The product squares the singular values, so it is computed in
-    float64, in which vectors of 10⁻⁴ of the largest value are still exact to float32. Most GPUs are
-    slow in float64, and compute the SVD.
+    On a CPU, the leading singular vectors of the shorter side are computed as eigenvectors of M Mᵀ
+    or MᵀM, which is much faster than an SVD. The product squares the singular values, so it is
+    computed in float64: singular vectors down to 10⁻⁴ of the largest value are still exact to
+    float32. Most GPUs are slow in float64 and compute the SVD.
     """
     if not matrix.is_cpu:
         u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
@@ -102,7 +103,7 @@ def truncated_svd(matrix: Tensor, rank: int) -> LowRank:
 
 
 def leading_eigenvectors(symmetric: Tensor, count: int) -> Tensor:
-    """Those of the largest eigenvalues of a matrix (n, n), in descending order: (n, count)."""
+    """Return the eigenvectors of the largest eigenvalues, in descending order: (n, count)."""
     _, vectors = eigh(symmetric)
     return vectors.flip(1)[:, :count]
 
@@ -113,7 +114,7 @@ def subspace_steps(
     basis: Tensor,
     steps: int,
 ) -> LowRank:
-    """L = B BᵀT after steps B ← qr(T H (BᵀT)ᵀ) of orthogonal iteration.
+    """Return L = B BᵀT after steps B ← qr(T H (BᵀT)ᵀ) of orthogonal iteration.
 
     For every orthonormal B the best L with that column space is B BᵀT, whatever H is; at the fixed
     point B spans the leading eigenvectors of T H Tᵀ (Golub & Van Loan, section 8.2). No step raises
@@ -121,7 +122,7 @@ def subspace_steps(
 
     Args:
         target: T, (out, in).
-        norm: H, (in, in). Products with it run in its dtype.
+        norm: H, (in, in). Products with H are computed in the dtype of H.
         basis: the first B, (out, r), orthonormal.
     """
     v = basis.T @ target
