@@ -1,7 +1,7 @@
-"""Sparsity patterns: which entries of S may be non-zero. Every pattern keeps an exact count; of
-equal scores, the left one is kept.
+"""Sparsity patterns: the entries of S that may be non-zero. Every pattern keeps an exact count, and
+prefers the left of two equal scores.
 
-A score (out, in) is the loss that removing an entry costs, and `Structured` adds scores up.
+Scores (out, in) are the losses that removing an entry causes; `Structured` adds them up.
 """
 
 import math
@@ -17,7 +17,7 @@ from hasslefree.errors import PatternError, option
 
 # Groups up to this size are ranked by comparing all pairs; beyond it a partial sort is faster.
 PAIRWISE = 8
-# In a single row much longer than this, this number of samples brackets the threshold.
+# Number of samples that bracket the threshold of a single row, if the row is much longer.
 SAMPLES = 1 << 11
 
 
@@ -31,7 +31,7 @@ class Pattern(ABC):
 
     @property
     def group(self) -> int | None:
-        """The number of consecutive inputs that are decided together; None without groups."""
+        """Number of consecutive inputs that are decided together; None without groups."""
         return None
 
     @abstractmethod
@@ -40,25 +40,25 @@ class Pattern(ABC):
 
     @abstractmethod
     def kept(self, shape: Sequence[int]) -> int:
-        """The number of kept entries of a weight (out, in)."""
+        """Return the number of kept entries of a weight (out, in)."""
 
     @abstractmethod
     def mask(self, score: Tensor) -> Tensor:
-        """The entries to keep, bool (out, in), of the largest scores (out, in)."""
+        """Return the entries to keep, bool (out, in): those with the largest scores (out, in)."""
 
     def with_kept(self, shape: Sequence[int], kept: int) -> "Pattern":
-        """The pattern of this kind that keeps so many entries of a weight (out, in)."""
+        """Return the same kind of pattern that keeps `kept` entries of a weight (out, in)."""
         return self
 
     @abstractmethod
     def restricted(self, inputs: slice, width: int) -> "Pattern":
-        """The part of the pattern of a weight with `width` inputs that falls to some of them."""
+        """Return the part of the pattern in some of the `width` inputs of a weight."""
 
 
 @dataclass(frozen=True)
 class SemiStructured(Pattern):
-    """N:M: at most n non-zeros in each m consecutive inputs of a row. 1:1 keeps everything, and is
-    called dense.
+    """N:M: at most n non-zeros per m consecutive inputs of a row. 1:1 keeps everything; its name is
+    dense.
     """
 
     n: int
@@ -102,13 +102,13 @@ class SemiStructured(Pattern):
 
 @dataclass(frozen=True)
 class Counted(Pattern):
-    """A pattern that keeps a number of things."""
+    """A pattern that keeps a given count of entries or channels."""
 
     counted: ClassVar[str]
     count: int
 
     def limit(self, shape: Sequence[int]) -> int:
-        """The largest count for a weight (out, in)."""
+        """Return the largest possible count for a weight (out, in)."""
         return shape[1]
 
     def check(self, shape: Sequence[int]) -> None:
@@ -125,7 +125,7 @@ class Counted(Pattern):
         return replace(self, count=kept // shape[0])
 
     def restricted(self, inputs: slice, width: int) -> "Counted":
-        """Consecutive parts add up to the count exactly. They have no unit."""
+        """Consecutive parts add up to exactly the count. They have no unit."""
         return type(self)(self.count * inputs.stop // width - self.count * inputs.start // width)
 
 
@@ -162,11 +162,11 @@ class Row(Counted):
 
 @dataclass(frozen=True)
 class Structured(Counted):
-    """`count` whole input channels (columns of the weight) of the largest total score.
+    """The `count` input channels (columns of the weight) with the largest total scores.
 
     Args:
-        unit: the number of consecutive channels that are kept or removed together, such as those of
-            an attention head.
+        unit: the number of consecutive channels that are kept or removed together, such as the
+            channels of an attention head.
     """
 
     name = "structured"
@@ -190,7 +190,7 @@ class Structured(Counted):
 
 @dataclass(frozen=True)
 class KnownSupport(Pattern):
-    """A support that is already known: the entries that are set in `known`, bool (out, in)."""
+    """A support that is already known: the true entries of `known`, bool (out, in)."""
 
     name = "known support"
     known: Tensor
@@ -209,7 +209,7 @@ class KnownSupport(Pattern):
 
 
 def largest(score: Tensor, count: int) -> Tensor:
-    """The `count` largest along the last dimension of finite scores, as a bool mask. Of equal
+    """Return a bool mask of the `count` largest finite scores along the last dimension. Among equal
     scores, the left ones are kept.
     """
     if count == 0 or count == score.shape[-1]:
@@ -228,12 +228,11 @@ def largest(score: Tensor, count: int) -> Tensor:
 
 
 def smallest_of_largest(score: Tensor, count: int) -> Tensor:
-    """The `count`-th largest of a long row (n,), as (1,): exact, without sorting more than a few of
-    its entries.
+    """Return the exact `count`-th largest score of a long row (n,), as (1,).
 
-    Samples bracket the threshold; the entries in the bracket are then sorted.
+    Samples bracket the threshold; only the entries in the bracket are sorted.
     """
-    # An odd step does not keep to the same columns of a matrix whose width is a power of two.
+    # An odd step samples all columns of a matrix, even if its width is a power of two.
     step = len(score) // SAMPLES | 1
     samples = score[::step].sort(descending=True).values
     share = count / len(score)
@@ -251,8 +250,8 @@ def smallest_of_largest(score: Tensor, count: int) -> Tensor:
 
 
 def largest_by_pairs(score: Tensor, count: int) -> Tensor:
-    """`largest` for short rows (groups, m), without sorting: each pair of columns is compared once,
-    over all rows, and the number of entries that come before an entry is counted.
+    """`largest` for short rows (groups, m), without sorting: compare each pair of columns once,
+    over all rows, and count how many entries rank before each entry.
     """
     columns = score.T
     m = len(columns)

@@ -7,13 +7,13 @@ from torch.nn import functional as F
 from hasslefree.core.gram import working_dtype
 from hasslefree.errors import ModelError, option
 
-# Entries of logits that are in float32 at a time: the vocabulary may have 150,000 tokens.
+# Number of logits that are in float32 at a time: the vocabulary may have 150,000 tokens.
 ENTRIES = 2**20
 
 
 def finite_log_softmax(logits: Tensor) -> Tensor:
-    """In the working dtype. A model may rule tokens out with logits of −∞: their probability is
-    exactly zero.
+    """Log-softmax in the working dtype, with the lowest number in place of −∞. A model may rule out
+    tokens by logits of −∞; their probability stays exactly zero.
     """
     logarithms = F.log_softmax(logits.to(working_dtype(logits)), -1)
     return logarithms.clamp_min_(torch.finfo(logarithms.dtype).min)
@@ -23,7 +23,7 @@ def kl_by_token(dense: Tensor, compressed: Tensor) -> Tensor:
     """KL(dense ‖ compressed) = Σ_v p_v (log p_v − log q_v) of each token, in nats: (tokens,).
 
     Args:
-        dense: the logits of p. compressed: those of q. Both (tokens, vocabulary).
+        dense, compressed: the logits of p and of q, (tokens, vocabulary) each.
     """
     divergences: list[Tensor] = []
     rows = max(ENTRIES // dense.shape[-1], 1)
@@ -39,8 +39,8 @@ class Comparison:
     """The predictions of a compressed model, compared with those of its dense model.
 
     Args:
-        kl: `kl_by_token`, a tensor for each call of `add`.
-        same: number of tokens for which both models give the highest probability to the same one.
+        kl: `kl_by_token`, one tensor per call of `add`.
+        same: number of tokens for which both models predict the same most likely token.
     """
 
     def __init__(self) -> None:
@@ -63,16 +63,16 @@ class Comparison:
         self.same += int((dense.argmax(-1) == compressed.argmax(-1)).sum())
 
     def sorted(self) -> Tensor:
-        """KL of all tokens in ascending order, (tokens,) float64, on the CPU: Apple's GPUs have no
-        float64.
+        """Return the KL of all tokens in ascending order, (tokens,) float64, on the CPU: Apple's
+        GPUs have no float64.
         """
         return torch.cat(self.kl).cpu().double().sort().values
 
 
 def quantile(ascending: Tensor, share: float) -> float:
-    """The value below which a share of sorted values (n,) lies, with linear interpolation.
+    """Return a quantile of sorted values (n,), with linear interpolation.
 
-    torch.quantile takes at most 2²⁴ values.
+    torch.quantile accepts at most 2²⁴ values.
     """
     position = share * (len(ascending) - 1)
     below = int(position)

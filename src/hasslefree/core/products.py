@@ -1,4 +1,4 @@
-"""Products of matrices: in which precision they run, and how narrow ones run fast."""
+"""Matrix products: their precision, and fast products of narrow dtypes on a CPU."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,52 +10,52 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-# From so many tokens on, converting a matrix to float32 takes less than a product in bfloat16 by a
-# processor that has no instructions for it.
+# From this number of tokens on, converting a matrix to float32 takes less time than a product in
+# bfloat16 on a processor without instructions for bfloat16.
 WIDENED = 8
-# A matrix is converted so many bytes at a time, which stay in the cache.
+# Bytes of a matrix that are converted at a time: they stay in the cache.
 TILE_BYTES = 4 << 20
-# Rows of a matrix with few inputs that are converted at a time if its product is added to another.
+# Number of rows that are converted at a time by `add_product`, for matrices with few inputs.
 ADDED_ROWS = 512
-# Those of x86 for products of narrow dtypes; any of them will do.
+# x86 instructions for products of narrow dtypes; one of them is enough.
 INSTRUCTIONS = {
     torch.bfloat16: ("avx512_bf16", "amx_bf16"),
     torch.float16: ("avx512_fp16", "amx_fp16"),
 }
-# The classes of tensors whose products are not left to torch.
+# Classes of tensors whose products `linear` computes; other classes are left to torch.
 PLAIN = {Tensor, nn.Parameter}
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """True if products of bfloat16 are known to be faster than those of float32: on x86 with
-    instructions for them.
+    """Return True if products in bfloat16 are known to be faster than in float32: on x86 with
+    instructions for bfloat16.
     """
     return device.type == "cpu" and _has_instructions(torch.bfloat16)
 
 
 def multiplies_tiles() -> bool:
-    """True if this processor multiplies tiles of bfloat16 (AMX), which makes dense products several
-    times as fast.
+    """Return True if this processor multiplies tiles of bfloat16 (AMX), which makes dense products
+    several times as fast.
     """
     return _capable("amx_bf16")
 
 
 def _has_instructions(dtype: torch.dtype) -> bool:
-    """True if this processor is known to have instructions for products of a narrow dtype."""
+    """Return True if this processor is known to have instructions for products of a dtype."""
     return any(_capable(instructions) for instructions in INSTRUCTIONS[dtype])
 
 
 @cache
 def _capable(instructions: str) -> bool:
-    """True if torch's products use these instructions; False for versions of torch that do not
-    report them.
+    """Return True if torch uses these instructions in products; False if this version of torch does
+    not report them.
     """
     capabilities: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     return torch.backends.mkldnn.is_available() and bool(capabilities.get(instructions))
 
 
 def bfloat16_products(device: torch.device) -> AbstractContextManager[None]:
-    """Round the factors of float32 products to bfloat16, and sum in float32; a no-op unless
+    """Round the operands of float32 products to bfloat16, and sum in float32; a no-op unless
     `multiplies_bfloat16`.
     """
     settings = getattr(torch.backends.mkldnn, "matmul", None)
@@ -65,12 +65,12 @@ def bfloat16_products(device: torch.device) -> AbstractContextManager[None]:
 
 
 def matmul_precision(device: torch.device, tf32: bool = False) -> AbstractContextManager[None]:
-    """Run float32 products on CUDA in full, or in TF32, and restore torch's setting; a no-op on
-    other devices.
+    """Compute float32 products on CUDA in full precision, or in TF32, and restore torch's setting
+    at the end; a no-op on other devices.
     """
     if device.type != "cuda":
         return nullcontext()
-    # The older of torch's two settings must not be touched if the user may have used the newer one.
+    # torch rejects its older setting once the user has used the newer one.
     settings = torch.backends.cuda.matmul
     if hasattr(settings, "fp32_precision"):
         return _setting(settings, "fp32_precision", "tf32" if tf32 else "ieee")
@@ -78,7 +78,7 @@ def matmul_precision(device: torch.device, tf32: bool = False) -> AbstractContex
 
 
 def narrow_products(device: torch.device) -> AbstractContextManager[None]:
-    """Round the factors of float32 products to the dtype that the device multiplies fastest: TF32
+    """Round the operands of float32 products to the dtype that the device multiplies fastest: TF32
     on CUDA, bfloat16 elsewhere.
     """
     if device.type == "cuda":
@@ -101,8 +101,8 @@ def _setting(
 
 
 def multiplies_slowly(dtype: torch.dtype, device: torch.device) -> bool:
-    """True if products of a narrow dtype are known to be slower than those of float32: on x86
-    without instructions for them.
+    """Return True if products in a narrow dtype are known to be slower than in float32: on x86
+    without instructions for the dtype.
     """
     if dtype not in INSTRUCTIONS or device.type != "cpu":
         return False
@@ -112,9 +112,9 @@ def multiplies_slowly(dtype: torch.dtype, device: torch.device) -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + b as `torch.nn.functional.linear` computes it.
 
-    On an x86 processor that has no instructions for a narrow dtype, many tokens are multiplied in
-    float32, in which products of narrow numbers are exact, and rounded once. A call that is traced
-    or needs gradients stays torch's, and so does one within autocast.
+    On an x86 processor without instructions for a narrow dtype, many tokens are multiplied in
+    float32, where products of narrow numbers are exact, and rounded once. Calls that are traced,
+    need gradients or run within autocast are left to torch.
 
     Args:
         x: (..., in).
@@ -132,7 +132,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def add_product(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """y + x Wᵀ, in place, rounded once; as `linear`, for matrices of one dtype."""
+    """Compute y + x Wᵀ in place, rounded once, as `linear` does; for matrices of one dtype."""
     if not _are_many_rows(x, weight):
         return y.addmm_(x, weight.T)
     inputs = x.float()
@@ -142,14 +142,14 @@ def add_product(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def tiles(out: int, height: int) -> Iterator[slice]:
-    """The rows of a matrix that are taken together, `height` at a time and at least one."""
+    """Yield slices of the rows of a matrix: `height` at a time, and at least one."""
     height = max(1, height)
     return (slice(start, min(start + height, out)) for start in range(0, out, height))
 
 
 def is_traced(x: Tensor) -> bool:
-    """Tell whether the call is traced: by `torch.compile`, by `torch.jit.trace`, or with a tensor
-    without values.
+    """Return True if the call is traced: by `torch.compile`, by `torch.jit.trace`, or with a tensor
+    that has no values.
     """
     if torch.compiler.is_compiling() or type(x) is not Tensor:
         return True
@@ -158,7 +158,7 @@ def is_traced(x: Tensor) -> bool:
 
 
 def _are_many_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether x Wᵀ + b is to be computed in float32."""
+    """Return True if x Wᵀ + b should be computed in float32."""
     operands = [x, weight]
     if bias is not None:
         operands.append(bias)
@@ -171,9 +171,9 @@ def _are_many_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> boo
 
 
 def _are_widened(*operands: Tensor) -> bool:
-    """Whether a product of many rows of these is to be computed in float32."""
+    """Return True if a product of many rows of these should be computed in float32."""
     first = operands[0]
-    # Not a tensor of another class, such as one that is quantised.
+    # Other classes of tensors, such as quantised ones, are left to torch.
     if torch.compiler.is_compiling() or not {type(each) for each in operands} <= PLAIN:
         return False
     if not multiplies_slowly(first.dtype, first.device) or torch.is_autocast_enabled("cpu"):
@@ -192,12 +192,12 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b for a batch of matrices each."""
+    """a @ b for batches of matrices."""
     return _batched(torch.bmm, a, b)
 
 
 def _batched(multiply: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
-    """a @ b by a function of torch's, for (…, rows, in) × (…, in, out), as in attention."""
+    """a @ b by a function of torch, for (…, rows, in) × (…, in, out), as in attention."""
     if a.ndim > 2 and b.ndim > 2 and a.shape[-2] >= WIDENED and _are_widened(a, b):
         return multiply(a.float(), b.float()).to(a.dtype)
     return multiply(a, b)
@@ -210,8 +210,8 @@ def _added(bias: Tensor, x: Tensor, transposed: Tensor) -> Tensor:
     return torch.addmm(bias, x, transposed)
 
 
-# The products of a model that `FastProducts` computes. Those of experts, which transformers groups
-# (`torch._grouped_mm`), are not among them.
+# The functions that `FastProducts` replaces. Products of experts, which transformers groups
+# (`torch._grouped_mm`), are left to torch.
 FAST: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.linear: linear,
     torch.addmm: _added,
@@ -223,9 +223,9 @@ FAST: dict[Callable[..., Any], Callable[..., Tensor]] = {
 
 
 class FastProducts(TorchFunctionMode):
-    """Within it, a model that is not ours multiplies as `linear` does, by the functions of `FAST`.
+    """Within this context, any model multiplies as `linear` does, with the functions of `FAST`.
 
-    It costs some microseconds for each operation of the model.
+    Each operation of the model takes a few microseconds longer.
     """
 
     def __torch_function__(
@@ -241,7 +241,7 @@ class FastProducts(TorchFunctionMode):
 
 
 def fast_products(model: nn.Module) -> AbstractContextManager[object]:
-    """`FastProducts`, for a model in whose dtype torch multiplies slowly; else nothing."""
+    """Return `FastProducts` if torch multiplies slowly in the model's dtype; otherwise a no-op."""
     if any(multiplies_slowly(each.dtype, each.device) for each in model.parameters()):
         return FastProducts()
     return nullcontext()

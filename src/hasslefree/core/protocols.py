@@ -1,10 +1,10 @@
 """The three kinds of plug-in and the data they exchange. A plug-in is a frozen dataclass of its
 hyper-parameters.
 
-The attributes and methods of its base class state what a plug-in can do. Each has a default: a new
-pruner needs no more than `prune`. A plug-in splits its work in two: `prepare` does once what
-depends on the Gram alone; the rest is done for every weight, in every round. Only the plug-in reads
-what its `prepare` returns, and no result may depend on what was solved with it before.
+The attributes and methods of the base class state what a plug-in can do. All have defaults: a new
+pruner only needs `prune`. A plug-in splits its work in two: `prepare` does the work that depends on
+the Gram alone, once; the rest is done for every weight, in every round. Only the plug-in reads the
+result of its `prepare`, and no solution may depend on what was solved before with the same result.
 """
 
 from abc import ABC, abstractmethod
@@ -49,12 +49,12 @@ class Pruned:
 
 
 class Sparsifier(Checked):
-    """The base class of pruners and methods, with what they declare about their S. A plug-in that
-    leaves S to another one declares what that one does.
+    """The base class of pruners and methods: what they declare about their S. A plug-in that leaves
+    S to an `inner` plug-in inherits the declarations of the inner one.
     """
 
     def prepare(self, gram: Gram) -> Any:
-        """Compute what depends on the Gram alone, for all layers with the same input.
+        """Do the work that depends on the Gram alone, for all layers with the same input.
 
         Args:
             gram: damped for a pruner, undamped for a method.
@@ -63,7 +63,7 @@ class Sparsifier(Checked):
 
     @property
     def inner(self) -> "Sparsifier | None":
-        """The plug-in that computes S; None for one that computes S itself."""
+        """The plug-in that computes S; None if this one computes S itself."""
         return None
 
     @property
@@ -75,8 +75,8 @@ class Sparsifier(Checked):
 
     @property
     def whole_channels(self) -> bool:
-        """True if only whole input channels are removed. Attention heads are then kept or removed
-        as a whole.
+        """True if whole input channels are removed. Attention heads are then kept or removed as a
+        whole.
         """
         return self.inner is not None and self.inner.whole_channels
 
@@ -110,11 +110,11 @@ class LowRankSolver(Checked, ABC):
     """Solves P2: a low-rank L close to a target in the norm of H."""
 
     def prepare(self, gram: Gram) -> Any:
-        """Compute what depends on the damped Gram alone."""
+        """Do the work that depends on the damped Gram alone."""
         return None
 
     def start(self, weight: Tensor, rank: int, seed: int) -> LowRank:
-        """Draw the L of round 0, for a weight (out, in): a factor is random, the other zero."""
+        """Draw the L of round 0, for a weight (out, in): one factor is random, the other zero."""
         return LowRank.gaussian_start(weight, rank, seed)
 
     @abstractmethod
@@ -130,8 +130,8 @@ class LowRankSolver(Checked, ABC):
         Args:
             target: (out, in); it is not changed.
             prepared: the result of `prepare`.
-            start: the L of the round before; in round 0, the result of the method `start`. The
-                result has its rank.
+            start: the L of the previous round; in round 0, the result of the method `start`. The
+                result must have the same rank.
             round: the round of the alternation: 0, 1, 2, …
         """
 
@@ -143,7 +143,7 @@ class Solution:
     Args:
         sparse: S, (out, in).
         low_rank: L, with factors (out, r) and (r, in).
-        history: the damped objective over the damped norm of W, as often as the method measures or
+        history: the damped objective over the damped norm of W, whenever the method measures or
             estimates it; empty if nothing was removed.
         remarks: unusual events, one sentence each.
         scaling: the scales and zeros of a quantised S; None if S may hold any number.
@@ -168,7 +168,7 @@ class Method(Sparsifier, ABC):
         """Raise BudgetError if the method cannot use this rank. The default accepts every rank."""
 
     def start(self, weight: Tensor, rank: int, seed: int) -> LowRank:
-        """Draw the L to begin with, for a weight (out, in): a factor is random, the other zero."""
+        """Draw the first L, for a weight (out, in): one factor is random, the other zero."""
         return LowRank.gaussian_start(weight, rank, seed)
 
     @abstractmethod
@@ -184,7 +184,7 @@ class Method(Sparsifier, ABC):
         Args:
             weight: W, (out, in); it is not changed.
             prepared: the result of `prepare`.
-            start: the result of the method `start`. The solution has its rank.
+            start: the result of the method `start`. The solution must have the same rank.
         """
 
 
@@ -195,17 +195,17 @@ class Decomposition:
     Args:
         sparse: (out, in), in the dtype of W.
         low_rank: factors (out, r) and (r, in), in the dtype of W.
-        relative_error: tr(R H Rᵀ) / tr(W H Wᵀ) with the undamped H and R = W − S − L, measured on
-            what is returned here.
+        relative_error: tr(R H Rᵀ) / tr(W H Wᵀ) with the undamped H and R = W − S − L, for the S and
+            L returned here.
         relative_error_before_cast: the same before the cast to the dtype of W.
-        history: the objective of the method (damped, relative), as often as it measures or
+        history: the objective of the method (damped, relative), whenever the method measures or
             estimates it.
         remarks: unusual facts about the inputs, the computation or the result, one sentence each;
             usually empty.
         quantised: the codes of an S on a grid. `sparse` holds their values, rounded to the dtype of
             W.
-        factors: the codes of u and v in eight bits. `low_rank` holds their values, rounded
-            likewise.
+        factors: the codes of u and v in eight bits. `low_rank` holds their values, also rounded to
+            the dtype of W.
     """
 
     sparse: Tensor = field(repr=False)

@@ -1,31 +1,31 @@
-"""How far the correlations between inputs, as some tokens show them, are to be trusted.
+"""Shrinkage of the correlations between inputs that were measured on few tokens.
 
-The inputs are taken as draws from a Gaussian, and their covariance, in units of their standard
-deviations, as a draw from an inverse Wishart distribution around I, which is worth ν draws. The
-mean of the covariance given n draws with the correlations R is then (n R + ν I) / (n + ν), that is,
-R with its correlations shrunk by α = ν / (n + ν). ν is the one with which the R that was seen is
-most likely (empirical Bayes: Haff, Ann. Stat. 8, 1980; Chen, J. R. Stat. Soc. B 41, 1979). A block
-of R has the same ν, so that some inputs stand for all.
+The inputs are modelled as draws from a Gaussian. The prior of its covariance, in units of the
+standard deviations, is an inverse Wishart distribution around I that is worth ν draws. Given n
+draws with the correlations R, the posterior mean is (n R + ν I) / (n + ν): R with its correlations
+shrunk by α = ν / (n + ν). ν is chosen to maximise the likelihood of R (empirical Bayes: Haff, Ann.
+Stat. 8, 1980; Chen, J. R. Stat. Soc. B 41, 1979). A block of R has the same ν, so a sample of the
+inputs is enough.
 """
 
 import torch
 from torch import Tensor
 
-# Inputs that stand for all.
+# Number of inputs in the sample.
 INPUTS = 256
-# The values of ν among which the likeliest is found.
+# The values of ν that are tried.
 STRENGTHS = torch.logspace(0, 6, 61, dtype=torch.float64)
-# Tokens of a text resemble each other: so many count as one draw, as layers that were rounded show
-# on other text (benchmarks/shrinkage.py).
+# Tokens of a text resemble each other: this number counts as one draw. It was measured on other
+# text, with quantised layers (benchmarks/shrinkage.py).
 TOKENS_A_DRAW = 4
 
 
 def shrinkage(matrix: Tensor, tokens: int) -> float:
-    """α, from 0 to 1.
+    """Return α, from 0 to 1.
 
     Args:
-        matrix: the second moment of the inputs, (in, in). Inputs that are always zero do not count.
-        tokens: those that it is the mean of; 0 if it is known.
+        matrix: the second moment of the inputs, (in, in). Inputs that are always zero are ignored.
+        tokens: the number of tokens that were averaged; 0 if the matrix is exact.
     """
     alive = matrix.diagonal().nonzero().flatten()
     width = len(alive)
@@ -41,7 +41,7 @@ def shrinkage(matrix: Tensor, tokens: int) -> float:
 
 
 def log_likelihoods(eigenvalues: Tensor, draws: int) -> Tensor:
-    """The logarithm of the likelihood of n R for each of `STRENGTHS`, but for a constant.
+    """Return the log-likelihood of n R for each of `STRENGTHS`, up to a constant.
 
     With Ψ = ν I and d = ν + m + 1 degrees of freedom, it is
 
