@@ -1,5 +1,5 @@
-"""ADMM whose penalty follows the support: the loop that ALPS (arXiv 2406.07831) and 3BASiL (arXiv
-2603.01376) share.
+"""ADMM with a penalty that depends on the changes of the support: the loop of ALPS (arXiv
+2406.07831) and 3BASiL (arXiv 2603.01376).
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class ScaledSpectrum:
         scale: D, (in,).
         matrix: D⁻¹HD⁻¹, (in, in).
         values: λ, (in,), in float64.
-        vectors: Q, (in, in), computed in float64 and cast: they are multiplied whenever ρ changes.
+        vectors: Q, (in, in), computed in float64 and cast: every change of ρ multiplies by Q.
     """
 
     scale: Tensor
@@ -44,7 +44,7 @@ class ScaledSpectrum:
                 f" {values[0].item():.1e}; compute it again from the activations"
                 " (Gram.from_activations)"
             )
-        # Eigenvalues that rounding has put below zero would make H + ρI singular at a small ρ.
+        # Eigenvalues that are negative by rounding would make H + ρI singular for a small ρ.
         return cls(scale, matrix, values.clamp_min(0), vectors.to(matrix.dtype))
 
     def resolvent(self, rho: float) -> Tensor:
@@ -55,16 +55,16 @@ class ScaledSpectrum:
 
 @dataclass(frozen=True)
 class SupportPenalty:
-    """A penalty ρ that grows while the support changes, faster the more it changes. The loop ends
+    """A penalty ρ that grows while the support changes, faster if more of it changes. The loop ends
     when the support is stable.
 
     Args:
         start: the initial ρ.
         every: the number of rounds between two checks.
-        most: the maximum of rounds.
+        most: the maximum number of rounds.
         growth: the factors of ρ if more than 10 %, more than 0.5 %, and at least one of the kept
             entries changed since the last check.
-        settled: after this number of rounds, fewer than 0.03 % of changes end the loop.
+        settled: after this number of rounds, the loop ends if less than 0.03 % changed.
     """
 
     start: float
@@ -81,7 +81,7 @@ class SupportPenalty:
         start: LowRank,
         fit: Callable[[Tensor], LowRank],
     ) -> tuple[Tensor, LowRank]:
-        """Run the ADMM for a weight in the units of unit diagonal.
+        """Run the ADMM for a weight in the units of `ScaledSpectrum`.
 
         With Y the dual over ρ, the minimum over Z of tr((W−Z−L) H (W−Z−L)ᵀ) + ρ‖Z − S + Y‖² is
         Z = M + (S − Y − M)·ρ(H + ρI)⁻¹ with M = W − L.
@@ -123,8 +123,8 @@ class SupportPenalty:
             elif grown:
                 break
             else:
-                # The support hardly moved since the start: the penalty is too large. Start again
-                # with a smaller one.
+                # The support has hardly changed since the start: the penalty is too large. Start
+                # again with a smaller one.
                 rho /= 5
                 if changed:
                     sparse = first

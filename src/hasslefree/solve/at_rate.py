@@ -1,8 +1,9 @@
-"""S on an entropy-coded grid: the scales at which its codes take the bits of the grid.
+"""S on an entropy-coded grid, with scales for which the codes take the bits of the grid.
 
-Rounding to steps of a length Δ_j for input j loses Δ_j² d_j / 12 for each entry, with d_j what the
-sweep of GPTQ pays for a change of 1, and takes about −log₂ Δ_j bits. At a given number of bits, the
-sum is least where all inputs lose the same: Δ_j ∝ 1 / √d_j (WaterSIC, arXiv 2603.04956).
+If input j is rounded to steps of length Δ_j, each entry loses Δ_j² d_j / 12, where d_j is the cost
+of a change of 1 in the sweep of GPTQ, and takes −log₂ Δ_j bits plus a constant. At a given number
+of bits, the total loss is least if all inputs lose the same: Δ_j ∝ 1 / √d_j (WaterSIC, arXiv
+2603.04956).
 """
 
 import math
@@ -16,20 +17,21 @@ from hasslefree.core.grids import Grid, Quantised, Scaling
 from hasslefree.core.products import tiles
 from hasslefree.core.scales import SMALLEST_HALF, Floats, as_float, suits_half
 
-# The share of the bits that may stay unused, the tries after which more may, and all tries.
+# The share of the bits that may stay unused, the number of tries after which any share may, and the
+# maximum number of tries.
 UNUSED = 0.002
 TRIES = 4
 MOST_TRIES = 100
-# The largest code of the target, which leaves room for what later entries compensate.
+# The largest code of the target; the larger codes are left for compensations of other entries.
 REACH = 120
-# The bits of a rounded Gaussian number whose standard deviation is one step.
+# Entropy, in bits, of a rounded Gaussian number whose standard deviation is one step.
 GAUSSIAN = math.log2(2 * math.pi * math.e) / 2
-# Relative steps of inputs are within these limits, which float16 holds.
+# Limits of the relative steps of inputs, within the range of float16.
 NARROWEST = 2.0**-8
 WIDEST = 2.0**8
-# What lies between the narrowest and the widest steps of a matrix at most.
+# The most octaves between the narrowest and the widest step of a matrix.
 OCTAVES_OF_WIDTHS = 15
-# Rows that are decided together: a matrix of all rows of a large vocabulary takes too much memory.
+# Number of rows that are decided together: all rows of a large vocabulary take too much memory.
 ROWS = 1 << 14
 
 
@@ -43,14 +45,15 @@ def at_rate(
 ) -> Quantised:
     """Put a target on an entropy-coded grid.
 
-    A step that is twice as long takes one bit less, so that two or three tries suffice.
+    Doubling the step saves one bit per code, so two or three tries are usually enough.
 
     Args:
         target: (out, in).
-        widths: of the steps of the inputs in relation to each other, (in,).
-        decide: S of some rows, (rows, in), on given scales.
-        heights: of the steps of the rows in relation to each other, (out,); None for equal ones.
-        tolerance: the share of the bits by which S may miss those of the grid, either way.
+        widths: the relative steps of the inputs, (in,).
+        decide: a function that computes S for some rows, (rows, in), on given scales.
+        heights: the relative steps of the rows, (out,); None for equal steps.
+        tolerance: the relative deviation of the bits from those of the grid that is accepted, in
+            either direction.
     """
     assert grid.rate is not None
     words = words_for_rate(target.numel(), grid.rate)
@@ -60,7 +63,7 @@ def at_rate(
     deviations, reach = deviations_and_reach(target, heights)
     half = suits_half(target, REACH)
     step, least = steps_to_try(deviations, reach / widths, widths, grid.rate)
-    if half:  # the scale of no row may become zero
+    if half:  # no scale of a row may become zero
         least = max(least, (SMALLEST_HALF / heights).log2().amax().item())
         step = max(step, least)
     best: Quantised | None = None
@@ -85,7 +88,7 @@ def at_rate(
 
 
 def codes_on(scaling: Scaling, decide: Callable[[slice, Scaling], Tensor]) -> Tensor:
-    """The codes, uint8 (out, in), of S on given scales. decide: as in `at_rate`."""
+    """Return the codes, uint8 (out, in), of S on given scales. decide: as in `at_rate`."""
     found = []
     for rows in tiles(len(scaling.scale), ROWS):
         part = scaling.of_rows(rows)
@@ -94,8 +97,8 @@ def codes_on(scaling: Scaling, decide: Callable[[slice, Scaling], Tensor]) -> Te
 
 
 def deviations_and_reach(target: Tensor, heights: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the inputs, with rows in units of their heights: the root mean squares, and the shortest
-    steps with which `REACH` is the largest code: (in,) each.
+    """Return the root mean square of each input, and the step for which `REACH` is the largest
+    code: (in,) each, with rows in units of their heights.
     """
     squares = target.new_zeros(target.shape[1])
     reach = torch.zeros_like(squares)
@@ -109,16 +112,16 @@ def deviations_and_reach(target: Tensor, heights: Tensor) -> tuple[Tensor, Tenso
 def steps_to_try(
     deviations: Tensor, reach: Tensor, widths: Tensor, rate: float
 ) -> tuple[float, float]:
-    """The binary logarithms of two steps: that at which Gaussian entries would take the bits of a
-    rate, and the least one of use.
+    """Return the binary logarithms of two steps: the step for which Gaussian entries would have a
+    rate, and the shortest useful step.
 
-    With a shorter one than that, the largest codes of all inputs would be `REACH` again, or the
-    widths of some would not fit into float16.
+    Below the shortest useful step, the largest code of every input would still be `REACH`, or some
+    widths would not fit into float16.
 
     Args:
-        deviations: of the entries of each input, (in,). Inputs without weights take no bits.
+        deviations: the root mean square of each input, (in,). Inputs without weights take no bits.
         reach: the shortest step of each input, in units of its width, (in,).
-        widths: of the steps of the inputs, (in,).
+        widths: the relative steps of the inputs, (in,).
     """
     used = reach > 0
     if not used.any():

@@ -58,17 +58,16 @@ def decompose(
 
     Args:
         weight: W, (out, in), any floating dtype. The result has its dtype and device.
-        gram: the second moment H of the layer's inputs, (in, in). None for a matrix in general, or
-            if there are no data: then H = I, the errors are ‖W − S − L‖² / ‖W‖², and a remark tells
-            it.
+        gram: the second moment H of the layer's inputs, (in, in). None for any other matrix, or
+            without data: then H = I, errors are ‖W − S − L‖² / ‖W‖², and a remark is added.
         pattern, rank, sparsity, ratio, rank_share: the budget; see `Budget`.
         method: a name, or an object such as `Joint(rounds=50)`.
         factor_bits: 8 for u and v as int8 codes (`core.factors`); None for the dtype of W.
-        seed: the seed of the random start. Same seed, same machine, same result.
+        seed: the seed of the random start. On one machine, a seed always gives the same result.
 
     Raises:
-        HasslefreeError: shapes that do not match, a dtype that is not floating, NaN or Inf, an
-            impossible budget, an unknown name.
+        HasslefreeError: the shapes do not match, a dtype is not floating, there are NaN or Inf, the
+            budget is impossible, or a name is unknown.
 
     Example:
         >>> gram = hasslefree.Gram.from_activations(x)  # x: (tokens, in)
@@ -102,12 +101,12 @@ def decompose(
 
 
 def checked_gram(weight: Tensor, gram: Gram) -> Gram:
-    """The Gram in the working dtype of a weight and on its device.
+    """Return the Gram in the working dtype of a weight and on its device.
 
     Raises:
         ShapeError: weight and Gram do not match, or the weight has no entries.
         NonFiniteError: one of them contains NaN or Inf, or the Gram overflows the dtype.
-        FactorizationError: the Gram is no second moment.
+        FactorizationError: the Gram is not a second moment.
     """
     if weight.ndim != 2 or weight.shape[1] != len(gram.matrix):
         raise ShapeError(
@@ -133,7 +132,7 @@ def checked_gram(weight: Tensor, gram: Gram) -> Gram:
             "the Gram matrix (XᵀX of the layer's inputs) overflows"
             f" {dtype_name(gram.matrix)}; scale the activations down, or pass the weight in float64"
         )
-    # A factorisation would read one of the triangles of H, and the loss both.
+    # Factorisations read one triangle of H, and the loss reads both.
     asymmetry = (gram.matrix - gram.matrix.T).abs_().amax()
     if gram.diagonal.amin() < 0 or asymmetry > ASYMMETRY * gram.diagonal.amax():
         raise FactorizationError(
@@ -154,14 +153,14 @@ def solve_layer(
     seed: int,
     factor_bits: int | None = None,
 ) -> Decomposition:
-    """`decompose` for inputs that were checked.
+    """`decompose` for arguments that have been checked.
 
-    Inputs that are always zero (H_jj = 0) get no weight in S nor in L, whatever the method; on a
-    grid with offsets, S has the value nearest to zero there.
+    Inputs that are always zero (H_jj = 0) get no weight in S or in L, whatever the method; on a
+    grid with offsets, S takes the value nearest to zero there.
 
     Args:
         prepared: method.prepare(gram), which layers with the same input share.
-        factor_bits: as in `decompose`, but without effect at rank 0.
+        factor_bits: as in `decompose`, but ignored at rank 0.
     """
     full = weight.to(working_dtype(weight))
     norm = checked_norm(live(full, gram), gram)
@@ -198,7 +197,7 @@ def solve_layer(
 
 
 def live(weight: Tensor, gram: Gram) -> Tensor:
-    """A weight (out, in) with zeros for the inputs that are always zero."""
+    """Set the weights (out, in) of inputs that are always zero to zero."""
     if gram.alive.all():
         return weight
     return weight * gram.alive
@@ -213,8 +212,8 @@ def approximation(
     rank: int,
     seed: int,
 ) -> Solution:
-    """S and L of a weight in the working dtype, without a measurement of their error; arguments as
-    in `solve_layer`.
+    """Compute S and L for a weight in the working dtype, without measuring their error; arguments
+    as in `solve_layer`.
     """
     weight = live(weight, gram).contiguous()  # experts may be stored transposed
     start = method.start(weight, rank, seed)
@@ -233,16 +232,16 @@ def approximation(
 
 
 def checked_norm(weight: Tensor, gram: Gram) -> float:
-    """tr(W H Wᵀ) of a weight (out, in), the divisor of errors; 0 for a weight of zeros.
+    """Return tr(W H Wᵀ) for a weight (out, in), the divisor of errors; 0 for a weight of zeros.
 
     Raises:
-        NonFiniteError: it is near the limits of the dtype, or zero up to rounding.
+        NonFiniteError: the norm is near the limits of the dtype, or zero up to rounding.
     """
     norm = gram.loss(weight)
     if not weight.any():
         return norm
     limits = torch.finfo(weight.dtype)
-    # The norm if the inputs were uncorrelated. If terms cancel, rounding errors are relative to it.
+    # The norm for uncorrelated inputs: if terms cancel, rounding errors are relative to this norm.
     uncorrelated = (weight.square() @ gram.diagonal).sum(dtype=torch.float64).item()
     if not limits.tiny / limits.eps < uncorrelated < limits.max * limits.eps:
         extreme = "small" if uncorrelated < 1 else "large"
@@ -265,7 +264,7 @@ def unchanged(
     pattern: Pattern,
     start: LowRank,
 ) -> Solution | None:
-    """S = W and L = 0 if the pattern keeps every non-zero of W; None otherwise."""
+    """Return S = W and L = 0 if the pattern keeps every non-zero of W; None otherwise."""
     kept = pattern.kept(weight.shape)
     if torch.count_nonzero(weight) > kept:
         return None

@@ -1,11 +1,11 @@
-"""Coordinate descent on a quantised S: each step is the best change of one code, or of one scale
-and its offset.
+"""Coordinate descent on a quantised S: each step changes one code, or one scale and offset, in the
+best way.
 
 With R = T − S, the loss tr(R H Rᵀ) falls by 2 d·(R H)_j − H_jj d² if entry j of a row of S rises by
 d. So the best value of one entry is S_j + (R H)_j / H_jj, rounded to the grid, and the best scale
 and offset of a group solve two linear equations in each row. A sweep such as GPTQ's decides each
-entry once, before it knows how later entries are rounded; descent continues from there. For codes
-alone this is QuantEase (arXiv 2309.01885).
+entry once, before the rounding of later entries is known; descent starts from the result of a
+sweep. Descent on codes alone is QuantEase (arXiv 2309.01885).
 """
 
 from dataclasses import dataclass
@@ -31,14 +31,14 @@ def descend(
     support: Tensor,
     passes: int,
 ) -> Pruned:
-    """S on its grid and its support, with a loss no larger than that of `swept`, up to rounding.
+    """Return S on its grid and its support, with at most the loss of `swept`, up to rounding.
 
     Args:
         target: T, (out, in).
-        swept: the S to begin with, on a grid.
+        swept: the first S, on a grid.
         norm: H, damped, (in, in).
         support: the entries that have a code, bool (out, in).
-        passes: how often all groups are visited.
+        passes: the number of passes over all groups.
     """
     assert swept.scaling is not None
     grid = swept.scaling.grid
@@ -70,21 +70,21 @@ def descend(
 
 
 def transposed(matrix: Tensor) -> Tensor:
-    """A contiguous copy of the transpose."""
+    """Return a contiguous copy of the transpose."""
     return matrix.T.clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)
 class Group:
-    """The inputs of a group, in all rows of S. The steps change levels, values and slope in place.
+    """A group of inputs in all rows of S. Steps change levels, values and slope in place.
 
     Args:
         levels: scale and zero, (out,).
-        storage: which numbers they may be.
-        values: of S, (group, out).
+        storage: the numbers that scale and zero may be.
+        values: the part of Sᵀ, (group, out).
         support: 0 or 1, (group, out).
-        slope: of H Rᵀ, (group, out).
-        norm: of H, (group, group).
+        slope: the part of H Rᵀ, (group, out).
+        norm: the part of H, (group, group).
     """
 
     levels: Levels
@@ -95,8 +95,8 @@ class Group:
     norm: Tensor
 
     def rescale(self) -> None:
-        """Take the scale and the offset that suit the codes best, in the rows where they lower the
-        loss.
+        """Set the scale and the offset to the best ones for the codes, in the rows where they lower
+        the loss.
         """
         old = self.levels
         offset = old.grid.offset
@@ -127,9 +127,7 @@ class Group:
         self.slope.sub_(torch.where(better, moved, 0.0))
 
     def recode(self, block: slice) -> None:
-        """Give the entries of some inputs of the group their best codes, one input after the
-        other.
-        """
+        """Set the entries of some inputs to their best codes, one input after another."""
         values = self.values[block]
         support = self.support[block]
         slope = self.slope[block].clone()

@@ -21,7 +21,7 @@ class Objective:
         self.norm = gram.loss(weight)
 
     def measure(self, pruned: Pruned, low_rank: LowRank) -> Solution:
-        """S and L as a solution whose history is their objective."""
+        """Return S and L as a solution, with the objective as its history."""
         loss = self.gram.loss(low_rank.residual(self.weight, pruned.sparse))
         error = relative(loss, self.norm)
         return Solution(pruned.sparse, low_rank, (error,), scaling=pruned.scaling)

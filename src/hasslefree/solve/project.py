@@ -1,10 +1,10 @@
-"""The entry-wise part of a round of ADMM, in one pass over memory where Numba is installed.
+"""The entry-wise part of a round of ADMM, in one pass over memory if Numba is installed.
 
     X = S + P,   M = mask(X²),   S = X on M,   T = W + X − 2 S
 
-with P the product that the round computed. PyTorch makes ten passes of that and more for the mask.
-For N:M with M of 4 or 8, in float32 on a CPU, a Numba kernel computes the same numbers in the same
-order.
+with P the product that the round computed. PyTorch needs ten passes for this, and more for the
+mask. For N:M with M = 4 or 8, in float32 on a CPU, a Numba kernel computes the same numbers in the
+same order.
 """
 
 import importlib.util
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from hasslefree.core.patterns import Pattern, SemiStructured
 
-# Looked up once. The solvers need torch alone: without Numba torch does the work.
+# Without Numba, torch is used.
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
-# The sizes of groups that the kernel is compiled for.
+# The values of M that have a kernel.
 GROUPS = (4, 8)
 
 
@@ -27,10 +27,13 @@ def project_step(
     sparse: Tensor,
     target: Tensor,
 ) -> Tensor:
-    """One round's X, support, S and next target; the support, bool (out, in), is returned.
+    """Compute X, the support, S and the next target; return the support, bool (out, in).
 
-    weight: W, (out, in). state: P at first, then X. sparse: S of the round before, then of this
-    one. target: becomes T. All are contiguous, of one dtype and on one device.
+    Args:
+        weight: W, (out, in).
+        state: P, overwritten with X.
+        sparse: S of the previous round, overwritten with the new S.
+        target: overwritten with T. All are contiguous, of one dtype and on one device.
     """
     compiled = HAS_NUMBA and weight.dtype == torch.float32 and weight.device.type == "cpu"
     if compiled and isinstance(pattern, SemiStructured) and pattern.m in GROUPS:

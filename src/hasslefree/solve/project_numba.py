@@ -1,8 +1,8 @@
 """`hasslefree.solve.project` in one pass on a CPU, by Numba, for groups of 4 or 8 inputs.
 
 LLVM turns the loops over the `LANES` groups of a span into vector instructions, since M is a
-constant of each compiled function. Spans are shared by Python's threads and not by Numba's, which
-do not survive a fork.
+constant of each compiled function. Spans are distributed over threads of Python instead of Numba,
+whose threads do not survive a fork.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from hasslefree.core.compiled import compiled
 
-# Groups that are ranked together: a register of vectors for each comparison, and few enough to stay
-# in the first cache.
+# Number of groups that are ranked together: enough to fill vector registers, and few enough to stay
+# in the L1 cache.
 LANES = 32
-# Entries for which a thread is worth its start.
+# Number of entries per thread that make starting a thread worthwhile.
 ENTRIES = 1 << 19
 
 
@@ -31,9 +31,7 @@ def project_spans(
     n: int,
     m: int,
 ) -> Tensor:
-    """`project_step` for N:M and a whole number of spans, on as many threads as torch uses at
-    most.
-    """
+    """`project_step` for N:M and a whole number of spans, on at most torch's number of threads."""
     mask = torch.empty_like(weight, dtype=torch.bool)
     kernel = kernel_for(m)
     tensors = (weight, state, sparse, target, mask)
@@ -48,14 +46,14 @@ def project_spans(
         return mask
     with ThreadPoolExecutor(threads) as pool:
         chunks = [each.chunk(threads) for each in spans]
-        list(pool.map(project_part, *chunks))  # raises the error of a thread
+        list(pool.map(project_part, *chunks))  # raises the errors of threads
     return mask
 
 
 @cache
 def kernel_for(m: int) -> Callable[..., None]:
-    """The compiled function for groups of m entries, on arrays (spans, m·LANES). An entry is kept
-    if fewer than n others of its group come before it.
+    """Compile the function for groups of m entries, on arrays (spans, m·LANES). An entry is kept if
+    fewer than n other entries of the group rank before it.
     """
 
     @njit(nogil=True, error_model="numpy", inline="always")

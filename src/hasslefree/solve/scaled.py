@@ -10,8 +10,8 @@ from torch import Tensor
 from hasslefree.core import linalg
 from hasslefree.core.gram import Gram
 
-# Bytes that kernels cached for the next layer with the same input may take. On a CPU that is
-# little: the widest layers, which have the largest kernels, often have an input of their own.
+# The most bytes of kernels that are cached for the next layer with the same input. On a CPU this is
+# little: the widest layers, with the largest kernels, often share their input with no other layer.
 CACHE = {"cpu": 1 << 27, "cuda": 1 << 31}
 
 
@@ -23,8 +23,8 @@ class ScaledProblem:
     Args:
         scale: D, (in,).
         gram: D⁻¹HD⁻¹.
-        dtype: of the kernels.
-        kernels: the cached K of some ρ.
+        dtype: the dtype of the kernels.
+        kernels: the cached K, by ρ.
     """
 
     scale: Tensor
@@ -33,9 +33,7 @@ class ScaledProblem:
     kernels: dict[float, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def kernel(self, rho: float) -> Tensor:
-        """K = H(H + ρI)⁻¹ = I − ρ(H + ρI)⁻¹: (in, in), computed once for each ρ while there is
-        room.
-        """
+        """Return K = H(H + ρI)⁻¹ = I − ρ(H + ρI)⁻¹, (in, in), cached while there is room."""
         if rho in self.kernels:
             return self.kernels[rho]
         shifted = self.gram.matrix.clone()
@@ -49,13 +47,13 @@ class ScaledProblem:
 
 
 def cache_bytes(device: str) -> int:
-    """Bytes that cached kernels may take on a type of device."""
+    """Return the most bytes that cached kernels may take on a type of device."""
     return CACHE.get(device, CACHE["cpu"])
 
 
 def refit_scale(gram: Gram) -> Tensor:
-    """D, (in,), with D² = 1/[H⁻¹]_jj, for a positive semi-definite H (in, in) with a positive
-    diagonal.
+    """Return D, (in,), with D² = 1/[H⁻¹]_jj, for a positive semi-definite H (in, in) with a
+    positive diagonal.
     """
     diagonal = linalg.unit_diagonal_scale(gram.diagonal)
     unit = gram.scaled(diagonal).matrix

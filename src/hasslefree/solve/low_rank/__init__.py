@@ -1,5 +1,5 @@
-"""Low-rank solvers by name. A new one is a file and a line here; the contract tests then cover
-it.
+"""Low-rank solvers by name. A new one needs a file and a line here; the contract tests then
+include it.
 """
 
 from hasslefree.core.protocols import About, LowRankSolver

@@ -10,29 +10,29 @@ from hasslefree.core.linalg import unit_diagonal_scale
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.protocols import LowRankSolver
 
-# In the authors' code, L is an adapter of PEFT with this alpha, whose scaling alpha / r is shared
-# out among the factors.
+# In the authors' code, L is an adapter of PEFT with this alpha; here, the scaling alpha / r is
+# divided between the factors.
 ADAPTER_ALPHA = 16
 
 
 @dataclass(frozen=True)
 class Adam(LowRankSolver):
-    """A few Adam steps on f(u, v) = tr((T − uv) H (T − uv)ᵀ) from the factors of the round before.
+    """A few Adam steps on f(u, v) = tr((T − uv) H (T − uv)ᵀ) from the previous factors.
 
-    Scaled, it solves the same problem for T D and D⁻¹HD⁻¹ with D = diag(H)^½, which makes one
-    learning rate fit all layers (equation 5; where the paper prints M = D·UVᵀ, the inverse is
-    meant: D·M is what the factors stand for). T·H is formed once; every step then costs products of
-    size r only: ∂f/∂u = −2(TH vᵀ − u·vHvᵀ), ∂f/∂v = −2(uᵀTH − uᵀu·vH).
+    With `scaled`, it solves the same problem for T D and D⁻¹HD⁻¹ with D = diag(H)^½, which makes
+    one learning rate fit all layers (equation 5; the paper prints M = D·UVᵀ, but means the inverse:
+    the product of the factors is D·M). T·H is computed once; every step then only needs products
+    with r: ∂f/∂u = −2(TH vᵀ − u·vHvᵀ), ∂f/∂v = −2(uᵀTH − uᵀu·vH).
 
-    Adam's steps have a fixed size, and a step of one factor is multiplied by the other. So the
-    random factor must be small at the start: with the gaussian u of the paper's text, one step can
-    change L by more than all of T.
+    The steps of Adam have a fixed size, and a step of one factor is multiplied by the other factor.
+    So the random factor must be small at the start: with the gaussian u of the paper's text, one
+    step can change L by more than all of T.
 
     Args:
-        steps: the Adam steps of a round, T_LR in the paper.
+        steps: the number of Adam steps per round, T_LR in the paper.
         learning_rate, delay: round t = 0, 1, … uses learning_rate / (t + 1 + delay).
-        scaled: the paper's is_scaled.
-        adapter_start: start as the authors' code does, u = 0 and v small and uniform; False for the
+        scaled: is_scaled in the paper.
+        adapter_start: start as the authors' code does: u = 0, v small and uniform. False: as in the
             paper's text, u gaussian and v = 0.
     """
 

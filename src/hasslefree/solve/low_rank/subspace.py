@@ -1,6 +1,4 @@
-"""The optimum for the full H by warm-started subspace iteration: a fraction of the cost of an
-SVD.
-"""
+"""The optimum for the full H by warm-started subspace iteration, far cheaper than an SVD."""
 
 from dataclasses import dataclass
 
@@ -14,12 +12,12 @@ from hasslefree.core.protocols import LowRankSolver
 
 @dataclass(frozen=True)
 class Subspace(LowRankSolver):
-    """Steps of orthogonal iteration (`subspace_steps`) from the basis of the round before; from
-    noise in the first.
+    """Orthogonal iteration (`subspace_steps`) from the basis of the previous round; from noise in
+    the first round.
 
     Args:
-        steps: the iterations of a round.
-        first_steps: the iterations of the first round.
+        steps: the number of iterations per round.
+        first_steps: the number of iterations in the first round.
     """
 
     steps: int = 1

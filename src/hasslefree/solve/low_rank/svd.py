@@ -1,4 +1,4 @@
-"""Truncated SVD: optimal for H = I (Eckart–Young); its randomised form; and the optima for a
+"""Truncated SVD, the optimum for H = I (Eckart–Young), exact or randomised; and the optima for a
 diagonal H and for the full H, by whitening.
 """
 
@@ -15,7 +15,7 @@ from hasslefree.core.protocols import LowRankSolver
 
 @dataclass(frozen=True)
 class SVD(LowRankSolver):
-    """L = C_r(T). It does not look at H."""
+    """L = C_r(T). H is not used."""
 
     def fit(
         self,
@@ -33,8 +33,8 @@ class RandomizedSVD(LowRankSolver):
     0909.4061, 4.4).
 
     Args:
-        oversampling: the columns of Ω beyond the rank.
-        iterations: p, the power iterations; each one narrows the gap to the truncated SVD.
+        oversampling: the number of columns of Ω beyond the rank.
+        iterations: p, the number of power iterations; more are closer to the truncated SVD.
         seed: the seed of Ω, which is drawn again for every fit.
     """
 
@@ -89,7 +89,7 @@ class Exact(LowRankSolver):
     """L = C_r(T C) C⁻¹ with H = C Cᵀ, because tr((T−L) H (T−L)ᵀ) = ‖(T−L) C‖².
 
     The paper (arXiv 2502.00899) approaches this point by Adam. EoRA (arXiv 2410.21271) takes the
-    same step with an eigendecomposition of H in the place of the Cholesky factor.
+    same step with an eigendecomposition of H instead of the Cholesky factor.
 
     Args:
         svd: the SVD that computes C_r: exact, or randomised.

@@ -33,11 +33,11 @@ from hasslefree.solve.pruners.diagonal import Magnitude, RoundToNearest, Wanda
 from hasslefree.solve.pruners.osscar import OSSCAR
 from hasslefree.solve.pruners.refit import Refit
 
-# λ over the mean of diag H of a refit, in a method without damping.
+# λ over the mean of diag H for a refit, in a method without damping.
 REFIT_DAMPING = 0.01
 
-# Magnitude, Wanda, DSNoT, OATS, rounding, LoftQ and LQ-LoRA are defined by the undamped H: nothing
-# in them is inverted. GoDec and the pursuit do not look at H.
+# Magnitude, Wanda, DSNoT, OATS, rounding, LoftQ and LQ-LoRA are defined with the undamped H: they
+# invert nothing. GoDec and the pursuit do not use H.
 UNDAMPED = ("magnitude", "wanda", "dsnot", "rtn")
 _TABLE: dict[str, tuple[Method, str, str]] = {
     "joint": (Joint(), "S and L at once, by ADMM; default if pruning", "docs: joint"),
@@ -123,20 +123,20 @@ def build_method(
     scale_bits: int | None = None,
     coding: str | None = None,
 ) -> Method:
-    """The method of this name, with parts of it replaced.
+    """Return the method of this name, with some parts replaced.
 
     Args:
-        pruner, low_rank: names from the tables, which replace the method's own parts.
+        pruner, low_rank: names from the tables, which replace the parts of the method.
         rounds, damping: hyper-parameters of the method.
         refit: after the pruner, fit the values on its support by least squares (`Refit`), with the
             method's damping, or 0.01 for a method without damping.
         bits, group_size, symmetric, offset, scale_bits: the grid of its pruner; see `Grid`. A
             group size of 0 means one group per row.
-        coding: "entropy" for an entropy-coded grid, whose rate is the bits, with one scale a row.
+        coding: "entropy" for an entropy-coded grid, with `bits` as its rate and one scale per row.
 
     Raises:
         UnknownNameError: an unknown name.
-        BudgetError, GridError: the method has no such part.
+        BudgetError, GridError: the method lacks a part.
     """
     method: Any = look_up("method", name, METHODS, "method")
     parts = given(rounds=rounds, damping=damping)
@@ -157,7 +157,7 @@ def build_method(
     if coding == "entropy":
         fields = _entropy_coded(fields)
     elif coding is not None:
-        fields["rate"] = None  # asks for a grid, like the other fields
+        fields["rate"] = None  # like the other fields, it needs a method with a grid
     if fields:
         method = _with_fields_of_grid(name, method, fields)
     if not refit:
@@ -167,7 +167,7 @@ def build_method(
 
 
 def _entropy_coded(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of an entropy-coded grid of so many bits; GridError about any other field."""
+    """Return the fields of an entropy-coded grid; GridError if a field other than bits is given."""
     others = {"group": "group_size"}
     unused = [others.get(name, name) for name in fields if name != "bits"]
     if unused:
@@ -180,7 +180,7 @@ def _entropy_coded(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def given(**values: Any) -> dict[str, Any]:
-    """The arguments that are not None."""
+    """Return the arguments that are not None."""
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -216,7 +216,7 @@ def _with_fields_of_grid(
     method: Method,
     fields: dict[str, Any],
 ) -> Method:
-    """The method with other fields of its grid; GridError if it has none."""
+    """Replace fields of the grid of a method; GridError if the method has no grid."""
     if method.grid is None:
         able = ", ".join(other for other, candidate in METHODS.items() if candidate.grid)
         raise GridError(
@@ -229,8 +229,8 @@ def _with_fields_of_grid(
 
 
 def with_grid(method: Method, grid: Grid | None) -> Method:
-    """The method with another grid in place of its own, as a layer's plan has it. The result of
-    `prepare` is the same for both.
+    """Replace the grid of a method, for example by the grid of a layer's plan. The result of
+    `prepare` does not depend on the grid.
     """
     if grid == method.grid:
         return method
@@ -241,11 +241,11 @@ def with_grid(method: Method, grid: Grid | None) -> Method:
 
 
 def settings_of(method: Any) -> set[str]:
-    """The fields of a plug-in: its hyper-parameters, and the parts that can be replaced."""
+    """Return the names of the fields of a plug-in: hyper-parameters, and replaceable parts."""
     return {field.name for field in dataclasses.fields(method)}
 
 
-# Ends an error about an unknown name.
+# The end of an error about an unknown name.
 LISTED = "`hasslefree methods` lists all names"
 
 
@@ -255,7 +255,7 @@ def look_up(
     table: dict[str, Any],
     field: str,
 ) -> Any:
-    """The entry of this name in a table; UnknownNameError if it has none.
+    """Return the entry of this name in a table; UnknownNameError if there is none.
 
     Args:
         kind: the noun of the entries.

@@ -34,18 +34,18 @@ Prepared = tuple[Gram, Any, Any]
 
 @dataclass(frozen=True)
 class AlternatingMinimization(Method):
-    """S ← prune(W − L), L ← fit(W − S), over and over. The defaults are the paper's.
+    """Repeat S ← prune(W − L), L ← fit(W − S). The defaults are those of the paper.
 
     Args:
         pruner, low_rank: the two halves.
         rounds: T_AM in the paper.
-        damping: λ over the mean of diag H. The paper prints λ = 0.01·Tr(H); SparseGPT's default,
-            which it refers to, is the mean.
+        damping: λ over the mean of diag H. The paper prints λ = 0.01·Tr(H), but refers to the
+            default of SparseGPT, which uses the mean.
         low_rank_first: fit L to W before S is pruned for the first time, as OATS does.
         keep_best: return the round with the smallest damped objective, or the pruner alone if no
             round is better; False returns the last round.
-        last_fit: fit L once more at the end, to W minus the S that was kept, if that lowers the
-            objective. For alternations that end with S.
+        last_fit: fit L once more at the end, to W minus the S that was kept, if this lowers the
+            objective; for `low_rank_first`, where rounds end with S.
 
     Example:
         >>> method = AlternatingMinimization(pruner=SparseGPT(), low_rank=Adam(steps=50), rounds=80)
@@ -107,10 +107,10 @@ class AlternatingMinimization(Method):
 
         Args:
             start: the first L.
-            remarks: unusual events are appended to it.
+            remarks: a list to which unusual events are appended.
 
         Returns:
-            The best round, or the last one unless `keep_best`; and the objective after each round.
+            The best round, or the last one without `keep_best`; and the objective of each round.
         """
         _, for_pruner, for_solver = prepared
         weight = objective.weight
@@ -124,7 +124,7 @@ class AlternatingMinimization(Method):
             pruned = self.pruner.prune(weight - low_rank.product(), for_pruner, pattern)
             if not self.low_rank_first:
                 if t == 0:
-                    # Adam's steps have a fixed size, and can overshoot: the result must be no worse
+                    # Adam's steps have a fixed size and can overshoot: the result must not be worse
                     # than the pruner alone.
                     best = objective.measure(pruned, low_rank)
                 low_rank = self.low_rank.fit(weight - pruned.sparse, for_solver, low_rank, t)

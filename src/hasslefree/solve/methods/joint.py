@@ -1,8 +1,8 @@
 """joint: ADMM on the support, with L as a function of the dense copy of S.
 
-A round is the projection of ADMM on the pattern (as in ALPS), with a step of orthogonal iteration
-for L inside it; a polish follows, masked conjugate gradients in turn with the same step for L.
-docs/explanation/joint.md derives it.
+Each round takes a step of orthogonal iteration for L and projects S on the pattern, as in the ADMM
+of ALPS. A polish follows, which alternates masked conjugate gradients for S with the same step for
+L. docs/explanation/joint.md has the derivation.
 """
 
 import math
@@ -23,11 +23,11 @@ from hasslefree.solve.project import project_step
 from hasslefree.solve.scaled import ScaledProblem, refit_scale
 from hasslefree.validation import Count, Factor, Figure, Positive
 
-# How fast ρ and S at first fall with the share of the parameters that L holds: the more L takes,
-# the less is left to S.
+# How fast the initial ρ and S fall with the share of the parameters in L: a larger L leaves less
+# for S.
 RANK_RELIEF = 7.0
-# Steps of orthogonal iteration for L in the first round, which begins with noise; one is enough in
-# the others.
+# Steps of orthogonal iteration for L in the first round, which starts from noise; in later rounds,
+# one step is enough.
 FIRST_STEPS = 8
 # CHECKS times per run we measure how much of the support changed in one round. ρ grows if that is
 # more than planned; the plan falls linearly from the share MOVING of the kept entries to none at
@@ -42,8 +42,8 @@ CG_STEPS = 5
 # not select the same rows of every head.
 PARTS = 10
 SAMPLED = 9
-# Sampled rows whose share of the objective is below this times their share of all rows are not
-# representative.
+# Sampled rows are not representative if their share of the objective is below this times their
+# share of all rows.
 LEAST_SHARE = 0.1
 
 # The dtype of the products of the rounds.
@@ -56,9 +56,9 @@ class Searched:
 
     Args:
         sparse: S, (out, in).
-        mask: its support, bool (out, in).
+        mask: the support of S, bool (out, in).
         low_rank: L.
-        course: `sampled_loss` after every part of the rounds but the last.
+        course: `sampled_loss` after every part of the rounds except the last.
     """
 
     sparse: Tensor
@@ -71,27 +71,27 @@ class Searched:
 class Joint(Method):
     """S and L together: each round of the ADMM minimises over the dense copy of S and L at once.
 
-    The minimum over the copy is exact for every L; L takes a step towards its own. The correlations
-    between inputs are shrunk where tokens are few (`Gram.shrunk`).
+    The minimum over the copy is exact for every L; L takes one step towards its minimum. With few
+    tokens, the correlations between inputs are shrunk (`Gram.shrunk`).
 
     Args:
-        rounds: time against quality; each round costs one out × in × in product.
+        rounds: more rounds are better and slower; each one takes one out × in × in product.
         damping: λ over the mean of diag H.
         penalty: the initial ρ is this number times the odds that an entry of S is removed (at least
-            one), times e^(−7s), with s the share of the parameters that L holds. The rounds begin
-            at e^(−7s)·W.
+            one), times e^(−7s), with s the share of the parameters in L. The rounds start at
+            e^(−7s)·W.
         growth: the factor of ρ if more of the support changes in a round than planned. The plan
             falls from 30 % of the kept entries at the start to none at the end.
-        sweeps: the sweeps of the polish on the final support: five steps of conjugate gradients on
-            S, and one step on L.
+        sweeps: the number of sweeps of the polish on the final support: five steps of conjugate
+            gradients for S, and one step for L.
         precision: the dtype of the products of the rounds; sums are in float32. "auto" is TF32 on
             CUDA, bfloat16 on a processor with instructions for it, and the dtype of the solver
             elsewhere; it also applies to the products of the polish. "tf32" is for CUDA.
 
-    The history of a solution ends with the objective before the polish and after each sweep. Before
-    that it holds estimates after each tenth of the rounds but the last (each fifth round, if there
-    are fewer than 50): the objective of every ninth row, scaled by the ratio of all rows to these
-    at the end. If these rows are not representative, there are no estimates.
+    The history of a solution ends with the objective before the polish and after each sweep. It
+    starts with estimates after each tenth of the rounds except the last (every fifth round, if
+    there are fewer than 50): the objective of every ninth row, scaled by the ratio of all rows to
+    these rows at the end. If the sampled rows are not representative, there are no estimates.
 
     Example:
         >>> hasslefree.decompose(weight, gram, pattern="2:4", rank=64, method=Joint(rounds=50))
@@ -129,8 +129,8 @@ class Joint(Method):
         return replace(polished, sparse=polished.sparse / prepared.scale, low_rank=low_rank)
 
     def first_power(self, density: float, relief: float) -> int:
-        """log ρ to the base `growth`, at first. It is a whole number, and layers with the same
-        input therefore meet the same ρ.
+        """Return log ρ to the base `growth` for the first round: a whole number, so that layers
+        with the same input use the same values of ρ.
         """
         odds = max((1 - density) / max(density, 0.02), 1.0)
         rho = max(self.penalty * odds * relief, 0.01)
@@ -142,8 +142,8 @@ class Joint(Method):
         last: Tensor,
         done: int,
     ) -> bool:
-        """True if ρ must grow: a check is due after `done` rounds, and too much of the support
-        (out, in) changed from `last` to `mask`.
+        """Return True if ρ must grow: a check is due after `done` rounds, and too much of the
+        support (out, in) changed from `last` to `mask`.
         """
         due = done * CHECKS // self.rounds > (done - 1) * CHECKS // self.rounds
         if not due or done == self.rounds:
@@ -151,11 +151,11 @@ class Joint(Method):
         planned = MOVING * max(1 - done / (SETTLED * self.rounds), 0.0)
         changed = torch.count_nonzero(mask ^ last)
         kept = torch.count_nonzero(mask)
-        # One number is read: on a GPU, each reading is a wait.
+        # Only one number is read, because each read waits for the GPU.
         return bool(changed >= 2 * planned * kept.double())
 
     def product_dtype(self, like: Tensor) -> torch.dtype:
-        """The dtype that T − L and K are rounded to for their product."""
+        """Return the dtype to which T − L and K are rounded for their product."""
         if self.precision == "bfloat16":
             return torch.bfloat16
         may_round = self.precision == "auto" and like.dtype == torch.float32
@@ -177,7 +177,7 @@ class Joint(Method):
         Args:
             weight: W, (out, in).
             start: the first L.
-            power: log ρ to the base `growth`, at first.
+            power: log ρ to the base `growth` for the first round.
             state: the first X = Z + Y, (out, in), the dense copy of S with the scaled dual; it is
                 overwritten. S = project(X) and Y = X − S.
         """
@@ -204,7 +204,7 @@ class Joint(Method):
             if t * parts // self.rounds < (t + 1) * parts // self.rounds < parts:
                 course.append(sampled_loss(problem.gram, weight, sparse, low_rank))
             if self.moves_too_much(mask, last, t + 1):
-                del kernel  # there may be no room for two
+                del kernel  # there may be no memory for two
                 power += 1
                 kernel = problem.kernel(self.growth**power)
                 state.sub_(sparse).div_(self.growth)  # Y ← Y·ρ_before/ρ
@@ -212,8 +212,8 @@ class Joint(Method):
         return Searched(sparse, mask, low_rank, course)
 
     def _polish(self, objective: Objective, found: Searched) -> Solution:
-        """Take steps of conjugate gradients on S and a subspace step on L in turn, on the support
-        that the rounds found.
+        """Alternate steps of conjugate gradients for S with a subspace step for L, on the support
+        from the rounds.
         """
         weight = objective.weight
         gram = objective.gram
@@ -246,7 +246,7 @@ def sampled_loss(
     sparse: Tensor,
     low_rank: LowRank,
 ) -> float:
-    """tr(R H Rᵀ), R = W − S − L, of one row in SAMPLED. weight, sparse: (out, in)."""
+    """Return tr(R H Rᵀ), R = W − S − L, of one row in SAMPLED. weight, sparse: (out, in)."""
     sampled = LowRank(low_rank.u[::SAMPLED], low_rank.v)
     return gram.loss(sampled.residual(weight[::SAMPLED], sparse[::SAMPLED]))
 
@@ -256,8 +256,8 @@ def estimates(
     objective: Objective,
     end: Solution,
 ) -> list[float]:
-    """The relative objective during the rounds, estimated from the sampled rows; empty if these are
-    not representative.
+    """Estimate the relative objective during the rounds from the sampled rows; return nothing if
+    they are not representative.
 
     Args:
         course: the loss of the sampled rows during the rounds.
@@ -271,6 +271,6 @@ def estimates(
     return []
 
 
-# A quick estimate of the loss that a pattern causes in a layer: few rounds, without the polish,
-# which gains nearly the same in every layer unless inputs nearly repeat each other.
+# For a quick estimate of the loss that a pattern causes in a layer: few rounds, and no polish.
+# The polish gains about the same in every layer unless some inputs are nearly equal.
 QUICK_PRUNING = Joint(rounds=10, sweeps=0)

@@ -1,5 +1,5 @@
-"""joint-grid: `joint` for the support and L; GPTQ's sweep, coordinate descent on the grid and an
-exact L in turn for the rest.
+"""joint-grid: the support and the first L by `joint`; then GPTQ's sweep, coordinate descent on the
+grid and an exact fit of L in turn.
 """
 
 import math
@@ -28,7 +28,7 @@ from hasslefree.solve.pruners.sparsegpt import SparseGPT
 from hasslefree.solve.scaled import ScaledProblem
 from hasslefree.validation import Count, Figure, Positive
 
-# Steps of conjugate gradients before each sweep; they begin with the S of the sweep before.
+# Steps of conjugate gradients before each sweep; they start from the S of the previous sweep.
 CG_STEPS = 20
 
 
@@ -47,8 +47,8 @@ class Norm:
 
 @dataclass(frozen=True)
 class Prepared:
-    """H, and the results of `prepare` of `Joint`, of the sweep and of the exact fit. A pattern that
-    keeps everything needs no `Joint`, rank 0 no fit: each is computed when it is asked for first.
+    """H, and the results of `prepare` of `Joint`, of the sweep and of the exact fit, each computed
+    at first use: a pattern that keeps everything does not need `Joint`, nor rank 0 a fit.
 
     Args:
         given: H without damping.
@@ -73,8 +73,8 @@ class Prepared:
         return Exact().prepare(self.gram)
 
     def norm(self, low_rank: LowRank, left: float) -> Norm:
-        """H⊥ = C (I − (1 − d) V Vᵀ)² Cᵀ with H = C Cᵀ, d = `left`, and V, (in, r), an orthonormal
-        basis of the rows of L C; H itself at rank 0.
+        """Return H⊥ = C (I − (1 − d) V Vᵀ)² Cᵀ with H = C Cᵀ, d = `left`, and V, (in, r), an
+        orthonormal basis of the rows of L C; H itself at rank 0.
 
         Both are updates of rank r, and nothing is factored again:
 
@@ -95,34 +95,33 @@ class Prepared:
 class JointOnGrid(Method):
     """The support and L of `Joint`; then, in turn, S on that support and on a grid, and L exactly.
 
-    With L given, the best S off the grid, on the support, has a gradient that vanishes there. For
-    every S' on the support, therefore,
+    Given L, let S be the best matrix on the support, without the grid. The gradient at S is zero on
+    the support. So every S' on the support satisfies
 
         tr((T − S') H (T − S')ᵀ) = tr((T − S) H (T − S)ᵀ) + tr((S − S') H (S − S')ᵀ),    T = W − L
 
     and it remains to put S on the grid in the norm of H: by GPTQ's sweep, with the support known,
     and then by coordinate descent on codes, scales and offsets (`solve.grid_descent`). L is the
-    exact fit to W − S'. If the pattern keeps everything, or the support is known, the turns begin
+    exact fit to W − S'. If the pattern keeps everything, or the support is known, the turns start
     with the exact fit to W. The best turn is kept.
 
-    The next L repairs whatever S loses in r directions. In the place of H, the steps on S therefore
-    use a norm in which these directions count little (ProjQ, arXiv 2606.00494),
+    The next L repairs whatever S loses in r directions. Therefore, the steps for S replace H by a
+    norm in which these directions count little (ProjQ, arXiv 2606.00494),
 
         H⊥ = C (I − (1 − d) V Vᵀ)² Cᵀ,    H = C Cᵀ
 
-    with V the r leading right singular vectors of (W − S) C, S of the turn before. They span the
-    rows of L C, since L is the exact fit to W − S. The fit of L and the choice of the best turn use
-    H.
+    with V the r leading right singular vectors of (W − S) C for the previous S. They span the rows
+    of L C, since L is the exact fit to W − S. The fit of L and the choice of the best turn use H.
 
-    The correlations between inputs are shrunk where tokens are few (`Gram.shrunk`).
+    With few tokens, the correlations between inputs are shrunk (`Gram.shrunk`).
 
     Args:
-        rounds: the rounds of `Joint`.
+        rounds: the number of rounds of `Joint`.
         damping: λ over the mean of diag H.
         turns: the number of turns of S and L.
-        passes: the passes of the descent in each turn.
-        ranges: the ranges of values that the sweep tries for each group.
-        left: d, what H⊥ leaves of the length of the directions that L repairs; 1 for H⊥ = H.
+        passes: the number of passes of the descent in each turn.
+        ranges: the number of ranges of values that the sweep tries for each group.
+        left: d, the factor by which H⊥ shortens the directions that L repairs; 1 for H⊥ = H.
         relative, scaling, rate_tolerance: as in `SparseGPT`.
     """
 
@@ -167,7 +166,7 @@ class JointOnGrid(Method):
             if prunes:
                 target = masked_cg(norm.matrix, target, sparse, support, CG_STEPS)
             rounded = self._round(target, norm, support)
-            del norm  # there may be no room for two
+            del norm  # there may be no memory for two
             sparse = rounded.sparse
             low_rank = fit_exactly(weight - sparse, prepared, start)
             turn = objective.measure(rounded, low_rank)
@@ -183,8 +182,8 @@ class JointOnGrid(Method):
         norm: Norm,
         support: Tensor,
     ) -> Pruned:
-        """Put a target on the grid: a sweep, then the passes of descent, unless the grid is
-        entropy-coded, where descent would change how many bits the codes take.
+        """Put a target on the grid by a sweep, followed by passes of descent, unless the grid is
+        entropy-coded: descent would change the bits that the codes take.
 
         Args:
             target: (out, in), zero off the support.
@@ -196,10 +195,10 @@ class JointOnGrid(Method):
         return descend(target, swept, norm.matrix, support, self.passes)
 
     def by_rows(self, weight: Tensor, prepared: Prepared) -> Iterator[tuple[slice, "JointOnGrid"]]:
-        """Some rows of a weight (out, in), of any floating dtype, at a time, with the method that
-        solves them at rank 0.
+        """Yield slices of the rows of a weight (out, in), of any floating dtype, with the method
+        that solves these rows at rank 0.
 
-        On an entropy-coded grid, all rows have the scales of their inputs in common, and the bits.
+        On an entropy-coded grid, all rows share the scales of the inputs, and the bits.
         """
         method = self
         scaling = None
@@ -227,7 +226,7 @@ def fit_exactly(
     prepared: Prepared,
     start: LowRank,
 ) -> LowRank:
-    """The best L for a target (out, in), of the rank of `start`."""
+    """Return the best L for a target (out, in), with the rank of `start`."""
     if start.rank:
         return Exact().fit(target, prepared.for_fit, start, 0)
     return start

@@ -1,14 +1,14 @@
 """Robust PCA by principal component pursuit (Candès, Li, Ma and Wright, arXiv 0912.3599).
 
 Principal component pursuit is the convex relaxation of sparse plus low-rank. It has no budget and
-does not look at the inputs:
+does not use the inputs:
 
     minimise   ‖L‖_* + λ‖S‖₁   subject to   S + L = W
 
 It is solved by the inexact augmented Lagrangian (Lin et al., arXiv 1009.5055, algorithm 5), which
 alternates the proximal maps of the two norms. λ weighs rank against support; λ = 1/√max(out, in)
 recovers a matrix that is exactly sparse plus low-rank (theorem 1.1 of the paper). A layer is not,
-and its budget is given: bisection finds the λ at which L has the rank of the budget, and a round of
+and it has a budget: bisection finds the λ for which L has the rank of the budget, and a round of
 GoDec cuts S and L to the budget.
 """
 
@@ -33,15 +33,15 @@ LARGEST_PENALTY = 1e7
 class PrincipalComponentPursuit(Method):
     """Solve the convex problem for several λ, cut each solution to the budget, and keep the best.
 
-    The larger λ, the higher the rank of L. The search halves the range of log λ, beginning in its
-    middle, towards the largest λ whose L has no more than the rank of the budget. At every λ,
-    S ← the largest entries of W − L in the pattern, and L ← C_r(W − S), which also undoes the
-    shrinkage of the singular values. The history is ‖W − S − L‖² / ‖W‖² after each cut.
+    The larger λ, the higher the rank of L. Bisection of log λ looks for the largest λ whose L has
+    at most the rank of the budget. At every λ, S ← the largest entries of W − L in the pattern, and
+    L ← C_r(W − S), which also undoes the shrinkage of the singular values. The history is
+    ‖W − S − L‖² / ‖W‖² after each cut.
 
     Args:
         searches: the number of values of λ.
-        rounds: the maximum of rounds of the augmented Lagrangian for one λ.
-        growth: the factor of its penalty in every round; 1.5 is the authors'.
+        rounds: the maximum number of rounds of the augmented Lagrangian for one λ.
+        growth: the factor of the penalty in every round; the authors use 1.5.
         tolerance: the rounds end when ‖W − S − L‖ is below this share of ‖W‖.
 
     Example:
@@ -89,7 +89,7 @@ class PrincipalComponentPursuit(Method):
             balance: λ.
 
         Returns:
-            L, with the rank that it takes; S is W − L.
+            L, with its rank; S is W − L.
         """
         largest = torch.linalg.matrix_norm(weight, 2)
         dual = weight / torch.maximum(largest, weight.abs().max() / balance)
@@ -137,5 +137,5 @@ def shrunk_svd(matrix: Tensor, threshold: Tensor) -> LowRank:
 
 
 def squared_norm(matrix: Tensor) -> float:
-    """The squared Frobenius norm of a matrix, summed in float64."""
+    """Return the squared Frobenius norm of a matrix, summed in float64."""
     return matrix.square().sum(dtype=torch.float64).item()

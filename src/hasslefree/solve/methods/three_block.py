@@ -21,17 +21,16 @@ Prepared = tuple[Gram, ScaledSpectrum, Tensor]
 
 @dataclass(frozen=True)
 class ThreeBlock(Method):
-    """One round minimises over Z, then S, updates the dual, and fits L to W − Z; the
-    hyper-parameters are the authors'.
+    """Each round minimises over Z, then S, updates the dual, and fits L to W − Z. The defaults are
+    those of the authors.
 
-    L minimises tr((W−Z−L) H (W−Z−L)ᵀ). The authors whiten with an eigendecomposition of H in place
-    of the Cholesky factor, which gives the same L. With rank 0 the method is ALPS without the
-    refit.
+    L minimises tr((W−Z−L) H (W−Z−L)ᵀ). The authors whiten with an eigendecomposition of H instead
+    of the Cholesky factor, which gives the same L. At rank 0, the method is ALPS without the refit.
 
     Args:
         penalty: how ρ grows, and when to stop.
         damping: λ over the mean of diag H.
-        svd: of W − Z in whitened space.
+        svd: the SVD of W − Z in whitened space.
     """
 
     penalty: SupportPenalty = SupportPenalty(
@@ -64,7 +63,7 @@ class ThreeBlock(Method):
         scaled = weight * spectrum.scale
         if pattern.kept(weight.shape):
             dense, low_rank = self.penalty.run(scaled, spectrum, pattern, start, fit)
-        else:  # no support that could move
+        else:  # no support that could change
             dense = torch.zeros_like(weight)
             low_rank = fit(scaled)
         sparse = dense * pattern.mask(dense.square()) / spectrum.scale

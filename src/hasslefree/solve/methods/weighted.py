@@ -14,14 +14,13 @@ from hasslefree.core.protocols import Method, Solution
 
 @dataclass(frozen=True, eq=False)
 class Weighted(Method):
-    """A method on √G W, whose S and u are then multiplied by G^(−½): G weighs the errors of the
-    outputs.
+    """Apply a method to √G W, and multiply S and u by G^(−½): G weights the errors of the outputs.
 
-    Given L, the rows of S do not depend on each other; the rows with a larger weight gain through
-    L, and through a pattern that counts over all rows, which keeps more of their entries. With g_i
-    the mean square of the gradient of the model's log-likelihood with respect to output i, the
-    objective is a layer's second-order loss if inputs and gradients are independent (Martens and
-    Grosse, arXiv 1503.05671) and outputs do not interact.
+    Given L, the rows of S do not depend on each other; rows with a larger weight gain through L,
+    and through patterns that count over all rows and keep more of their entries. If g_i is the mean
+    square of the gradient of the model's log-likelihood with respect to output i, the objective is
+    a second-order approximation of the loss of the model, provided that inputs and gradients are
+    independent (Martens and Grosse, arXiv 1503.05671) and outputs do not interact.
 
     Args:
         method: a method without a grid.

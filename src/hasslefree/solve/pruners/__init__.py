@@ -1,4 +1,4 @@
-"""Pruners by name. A new one is a file and a line here; the contract tests then cover it."""
+"""Pruners by name. A new one needs a file and a line here; the contract tests then include it."""
 
 from hasslefree.core.grids import Grid
 from hasslefree.core.protocols import About, Pruner

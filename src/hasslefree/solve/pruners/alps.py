@@ -14,12 +14,12 @@ from hasslefree.solve.admm import ScaledSpectrum, SupportPenalty
 
 @dataclass(frozen=True)
 class ALPS(Pruner):
-    """S by ADMM with a penalty that grows as the support moves (algorithm 1); the hyper-parameters
-    are the authors'.
+    """S by ADMM with a penalty that grows while the support changes (algorithm 1). The defaults are
+    those of the authors.
 
     Args:
         penalty: how ρ grows, and when to stop.
-        cg_steps: the steps of the refit on the support of the ADMM.
+        cg_steps: the number of steps of the refit on the support of the ADMM.
     """
 
     penalty: SupportPenalty = SupportPenalty(
@@ -37,7 +37,7 @@ class ALPS(Pruner):
         pattern: Pattern,
     ) -> Pruned:
         if pattern.kept(target.shape) == target.numel():
-            return Pruned(target.clone())  # nothing to remove; the support could not move
+            return Pruned(target.clone())  # nothing to remove; the support could not change
         weight = target * prepared.scale
         nothing = LowRank.gaussian_start(weight, 0, 0)
         dense, _ = self.penalty.run(weight, prepared, pattern, nothing, lambda _: nothing)

@@ -15,7 +15,7 @@ from hasslefree.solve.at_rate import at_rate
 
 @dataclass(frozen=True)
 class Magnitude(Pruner):
-    """S keeps the entries with the largest T². It does not look at H (Han et al. 2015)."""
+    """S keeps the entries with the largest T². H is not used (Han et al. 2015)."""
 
     def prune(
         self,
@@ -46,13 +46,13 @@ class Wanda(Pruner):
 
 @dataclass(frozen=True)
 class RoundToNearest(Pruner):
-    """S is the value of the grid nearest to T, on the entries whose removal would cost most.
+    """S is T rounded to a grid, on the entries whose removal would cost most.
 
-    The grid is fitted to T. An entry that is kept costs (T − Q(T))², one that is removed T²: those
-    with the largest difference, times H_jj if weighted, are kept.
+    The grid is fitted to T. A kept entry costs (T − Q(T))², and a removed one T²: the entries with
+    the largest difference, times H_jj if weighted, are kept.
 
     Args:
-        weighted: choose the support by the diagonal of H. Without pruning it makes no difference.
+        weighted: use the diagonal of H to choose the support; no effect without pruning.
     """
 
     grid: Grid = Grid()

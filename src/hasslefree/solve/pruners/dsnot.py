@@ -1,4 +1,4 @@
-"""DSNoT: entries are swapped in and out until the expected error stops falling (Zhang et al., arXiv
+"""DSNoT: swap entries in and out until the expected error stops falling (Zhang et al., arXiv
 2310.08915).
 """
 
@@ -13,35 +13,34 @@ from hasslefree.core.patterns import Pattern, Structured
 from hasslefree.core.protocols import Pruned, Pruner
 from hasslefree.solve.pruners.diagonal import Wanda
 
-# The means and the variances of the inputs, (in,) each; and the result of `prepare` of the first
-# pruner.
+# The means and the variances of the inputs, (in,) each; and the result of `prepare` of `start`.
 Prepared = tuple[Tensor, Tensor, Any]
 
 
 @dataclass(frozen=True)
 class DSNoT(Pruner):
-    """S keeps entries of T as they are. It begins with the support of another pruner, and swaps
+    """S keeps entries of T unchanged. It starts with the support of another pruner, and swaps
     entries to lower the expected error.
 
-    Suppose that the inputs are independent, with means μ and variances σ². A row that loses the
-    entries P has the expected squared error e² + Σ_P t²σ² with e = Σ_P t·μ. In every cycle a row
-    takes back the entry of P that pulls e back the most per variance, t·μ/σ² in the direction of e
+    Suppose that the inputs are independent, with means μ and variances σ². If a row loses the
+    entries P, the expected squared error is e² + Σ_P t²σ² with e = Σ_P t·μ. In every cycle, a row
+    takes back the entry of P that reduces e the most per variance, t·μ/σ² in the direction of e
     (the paper's growing criterion), and gives up the entry that makes the sum smallest; it stops
     when no such swap lowers the sum. The paper gives up the entry with the smallest `|t|·‖x‖`, and
-    stops when e changes its sign; judging a swap by the sum is better (docs/explanation/maths.md).
-    Swaps stay within a group of an N:M pattern; for a structured one, whole channels are swapped,
-    and e is a vector.
+    stops when e changes sign; judging a swap by the sum is better (docs/explanation/maths.md).
+    Swaps stay within a group of an N:M pattern; for structured patterns, whole channels are
+    swapped, and e is a vector.
 
     Args:
-        start: the pruner whose support is the first; its values are not used.
-        cycles: the maximum of swaps of a row; 50 is the authors'.
+        start: the pruner that chooses the first support; its values are not used.
+        cycles: the maximum number of swaps per row; the authors use 50.
     """
 
     start: Pruner = Wanda()
     cycles: int = 50
 
     def prepare(self, gram: Gram) -> Prepared:
-        # An input that never varies can be divided by, too.
+        # The variance of a constant input must not be zero, since it is a divisor.
         rounding = torch.finfo(gram.matrix.dtype).eps * torch.where(gram.alive, gram.diagonal, 1.0)
         variance = torch.maximum(gram.diagonal - gram.means.square(), rounding)
         return gram.means, variance, self.start.prepare(gram)
@@ -54,7 +53,7 @@ class DSNoT(Pruner):
     ) -> Pruned:
         mean, variance, for_start = prepared
         kept = self.start.prune(target, for_start, pattern).sparse != 0
-        # A row is a problem; for a structured pattern, all rows together are one.
+        # Each row is a problem of its own; for a structured pattern, all rows are one problem.
         if isinstance(pattern, Structured):
             problems = target.unsqueeze(0)
             kept = kept.any(0, keepdim=True)
@@ -70,12 +69,12 @@ class DSNoT(Pruner):
         variance: Tensor,
         group: int | None,
     ) -> Tensor:
-        """The support after the swaps, bool (b, in).
+        """Return the support after the swaps, bool (b, in).
 
         Args:
             target: (b, o, in), for b problems with o outputs each.
             start: the support before the swaps, bool (b, in).
-            mean, variance: of the inputs, (in,).
+            mean, variance: those of the inputs, (in,).
             group: the number of consecutive inputs within which entries are swapped; None for all.
         """
         mask = start.clone()

@@ -1,5 +1,5 @@
-"""OSSCAR: whole input channels, one after the other, each time with an exact refit (Meng et al.,
-arXiv 2403.12983).
+"""OSSCAR: remove whole input channels one after another, each time with an exact refit (Meng et
+al., arXiv 2403.12983).
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from hasslefree.core.patterns import Pattern, Structured
 from hasslefree.core.protocols import Pruned, Pruner
 from hasslefree.validation import Count, Positive
 
-# A swap must lower the loss by this share of the layer's output, or rounding error would swap for
-# ever.
+# A swap must lower the loss by this share of the layer's output, or rounding errors would cause
+# endless swaps.
 LEAST_GAIN = 1e-10
 
 
@@ -23,16 +23,17 @@ class OSSCAR(Pruner):
     """S keeps the channels whose removal would raise the least-squares loss most, with the values
     of that fit.
 
-    With A = H⁻¹, removing the channels R and refitting the rest to K leaves tr(T_R (A_RR)⁻¹ T_Rᵀ)
-    and makes T_K − T_R (A_RR)⁻¹ A_RK of T_K: the sweep operator, of which each removal is a step
-    and which can be taken back. Channels are removed in order of least loss; then a removed one is
-    exchanged for a kept one while that lowers the loss.
+    With A = H⁻¹, removing the channels R and refitting the kept channels K gives the loss
+    tr(T_R (A_RR)⁻¹ T_Rᵀ) and replaces T_K by T_K − T_R (A_RR)⁻¹ A_RK. This is the sweep operator:
+    each removal is one step, which can be undone. Channels are removed in order of least loss; then
+    a removed channel is exchanged for a kept one as long as this lowers the loss.
 
     Args:
-        steps: the maximum of removal steps; with more channels to remove, a step removes several.
-        swaps: the maximum of exchanges.
-        candidates: the number of removed channels that are tried against all kept ones: those whose
-            return alone would lower the loss most.
+        steps: the maximum number of removal steps; with more channels to remove, a step removes
+            several.
+        swaps: the maximum number of exchanges.
+        candidates: the number of removed channels that are tried against all kept ones: the
+            channels whose return alone would lower the loss most.
     """
 
     whole_channels = True
@@ -71,8 +72,8 @@ class OSSCAR(Pruner):
         return Pruned((state.target * kept).to(target.dtype))
 
     def _exchanges(self, state: "Swept") -> list[tuple[float, int, int]]:
-        """For each candidate: the gain of its best exchange, the unit that returns, and the unit
-        that is removed for it.
+        """Return, for each candidate, the gain of the best exchange, the unit that returns, and the
+        unit that is removed instead.
         """
         gains = state.costs().neg_().masked_fill_(~state.gone, -torch.inf)
         count = min(self.candidates, int(state.gone.sum()))
@@ -109,13 +110,13 @@ class Swept:
         self.total = self.costs().sum().item()
 
     def costs(self) -> Tensor:
-        """(units,): the rise of the loss without each kept unit, and minus its fall when each
-        removed unit returns.
+        """(units,): for kept units, how much their removal raises the loss; for removed units,
+        minus how much their return lowers the loss.
         """
         return self._forms(self.target, self._blocks())
 
     def losses_with(self, back: int) -> Tensor:
-        """The costs of the kept units if a removed unit returned; infinite for the others."""
+        """Return the costs of the kept units if a removed unit returned, and infinity elsewhere."""
         channels = slice(back * self.unit, (back + 1) * self.unit)
         rows = self.inverse[channels]
         step = torch.linalg.solve(self.inverse[channels, channels], rows)
@@ -127,7 +128,7 @@ class Swept:
         return self._forms(target, blocks).masked_fill_(self.gone, torch.inf)
 
     def exchange(self, units: Tensor) -> None:
-        """Remove kept units, or return removed ones: all units must be of one kind."""
+        """Remove units that are all kept, or return units that are all removed."""
         sign = -1.0 if self.gone[units[0]] else 1.0
         offsets = torch.arange(self.unit, device=units.device)
         channels = (units.unsqueeze(1) * self.unit + offsets).flatten()

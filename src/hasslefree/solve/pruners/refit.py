@@ -17,19 +17,19 @@ from hasslefree.validation import Figure
 
 @dataclass(frozen=True)
 class Refit(Pruner):
-    """S minimises tr((T − S) H (T − S)ᵀ) over the support of another pruner's S: least squares for
+    """S minimises tr((T − S) H (T − S)ᵀ) on the support of another pruner's S: least squares for
     every row.
 
-    By conjugate gradients on all rows at once, down to rounding error: a direct solver would need a
-    factorisation for each row, because every row has its own support.
+    Conjugate gradients solve all rows at once, down to rounding errors. A direct solver would need
+    one factorisation per row, because every row has its own support.
 
     Args:
-        pruner: the pruner that chooses the support, and the values to start from.
-        damping: λ over the mean of diag H, for the refit alone, if the Gram comes undamped: with
-            fewer tokens than kept entries of a row, H alone does not determine the values.
-        steps: the maximum of steps of conjugate gradients.
-        tolerance: they stop when the gradient of every row, relative to the output of the row, is
-            below this.
+        pruner: the pruner that chooses the support and the initial values.
+        damping: λ over the mean of diag H, for the refit alone, if the Gram is not damped yet: with
+            fewer tokens than kept entries in a row, H alone does not determine the values.
+        steps: the maximum number of steps of conjugate gradients.
+        tolerance: stop when the gradient of every row, relative to the output of the row, is
+            smaller than this.
 
     Raises:
         GridError: the pruner quantises.

@@ -15,21 +15,20 @@ from hasslefree.core.protocols import Pruned, Pruner
 from hasslefree.solve.at_rate import at_rate
 from hasslefree.validation import Figure
 
-# The least length of a row over that of all rows, with relative steps.
+# The smallest root mean square of a row relative to that of the matrix, for relative steps.
 SHORTEST = 2.0**-6
 
 
 @dataclass(frozen=True)
 class SparseGPT(Pruner):
-    """Columns are decided from left to right, and later columns compensate the error of each
-    decision.
+    """Columns are pruned and rounded in turn, and later columns compensate for the errors.
 
     With H⁻¹ = UᵀU, U upper triangular, the loss of changing entry j of a row by e, given the
-    columns before it, is (e / U_jj)², and the update of the later columns is −(e / U_jj)·U_j:
-    (arXiv 2301.00774, section 3.3). A pruned entry changes by its whole value, a rounded one by its
-    rounding error (GPTQ, arXiv 2210.17323), and with both a kept entry is rounded in the same step
-    (SparseGPT, section 3.5). An N:M group is chosen at its first column, after the updates; other
-    patterns at the first column of a block.
+    columns before it, is (e / U_jj)², and the update of the later columns is −(e / U_jj)·U_j
+    (arXiv 2301.00774, section 3.3). A pruned entry changes by its whole value, and a rounded one by
+    its rounding error (GPTQ, arXiv 2210.17323); if both are asked for, a kept entry is rounded in
+    the same step (SparseGPT, section 3.5). The entries of an N:M group are chosen at its first
+    column, after the updates; for other patterns, at the first column of a block.
 
     Args:
         block: the number of columns whose updates are applied to the rest in one product.
@@ -37,16 +36,15 @@ class SparseGPT(Pruner):
             first column, after the updates, as in GPTQ. If the pattern prunes, it is fitted to the
             result of pruning the group without rounding: updates within a group enlarge the entries
             that are kept, and the grid must reach that far.
-            On an entropy-coded grid, the steps of the inputs are proportional to U_jj, and there
-            are a few sweeps until the codes take the bits of the grid (`solve.at_rate`).
-        ranges: the number of ranges of values that are tried for each group of less than a row; see
-            `Grid.search`. Errors are weighed by their cost in the sweep, 1 / U_jj².
-        relative: on an entropy-coded grid, the steps of a row are in proportion to its root mean
-            square, as rows of an embedding need; otherwise all rows have the same.
-        scaling: of S on an entropy-coded grid, where it is known; None if it is to be found.
-        rate_tolerance: the share by which the bits that S takes may differ from those of an
-            entropy-coded grid. With more than 0, there may be no room for its codes: it is for a
-            first look.
+            On an entropy-coded grid, the steps of the inputs are proportional to U_jj, and a few
+            sweeps are made until the codes take the bits of the grid (`solve.at_rate`).
+        ranges: the number of ranges of values that are tried for each group smaller than a row; see
+            `Grid.search`. Errors are weighted by their cost in the sweep, 1 / U_jj².
+        relative: on an entropy-coded grid, make the steps of a row proportional to its root mean
+            square, as the rows of an embedding need; False for equal steps in all rows.
+        scaling: the scaling of S on an entropy-coded grid, if known; None to search for one.
+        rate_tolerance: the relative deviation of the bits of S from those of an entropy-coded grid
+            that is accepted. Above 0, the codes may not fit into a file: for estimates only.
     """
 
     block: int = 128
@@ -74,7 +72,7 @@ class SparseGPT(Pruner):
         return Pruned(self._swept(target, prepared, pattern, scaling), scaling)
 
     def at_rate(self, target: Tensor, prepared: Tensor) -> Quantised:
-        """S on an entropy-coded grid; rows are swept some at a time.
+        """Put S on an entropy-coded grid, some rows at a time.
 
         Args:
             target: (out, in).
@@ -102,7 +100,7 @@ class SparseGPT(Pruner):
         pattern: Pattern,
         scaling: Scaling | None,
     ) -> Tensor:
-        """S (out, in), on this scaling. That of groups of less than a row is written."""
+        """Return S (out, in) on this scaling, which is written if groups are smaller than a row."""
         # Columns become rows, (in, out), so that each update runs over contiguous memory.
         columns = target.T.clone(memory_format=torch.contiguous_format)
         width = len(columns)
@@ -124,9 +122,7 @@ class SparseGPT(Pruner):
         prepared: Tensor,
         pattern: Pattern,
     ) -> Scaling | None:
-        """The scaling to begin with. That of whole rows is final; the sweep writes that of smaller
-        groups.
-        """
+        """Return the first scaling: final for whole rows; the sweep fills it for smaller groups."""
         if self.grid is None or self.scaling is not None:
             return self.scaling
         if self.grid.group is not None:
@@ -136,8 +132,8 @@ class SparseGPT(Pruner):
 
 
 def lengths(matrix: Tensor) -> Tensor:
-    """The root mean squares of the rows of a matrix, in units of their mean: (out,). Rows that are
-    far shorter count as longer.
+    """Return the root mean squares of the rows of a matrix, relative to that of the matrix: (out,),
+    at least SHORTEST.
     """
     squares = matrix.square().mean(1)
     mean = squares.mean()
@@ -151,9 +147,9 @@ class Sweep:
     """A sweep over consecutive columns of a weight.
 
     Args:
-        pattern: of these columns.
+        pattern: the pattern of these columns.
         start: the input of the first column.
-        scaling: of a quantised S. It is written at the first column of each group of its grid.
+        scaling: the scaling of a quantised S, written at the first column of each group.
         ranges: as in `SparseGPT`.
     """
 
@@ -163,7 +159,7 @@ class Sweep:
     ranges: int = 1
 
     def run(self, columns: Tensor, factor: Tensor) -> Tensor:
-        """Decide columns.
+        """Prune and round columns.
 
         Args:
             columns: (b, out), of the inputs start … start + b − 1; it is overwritten.
@@ -204,7 +200,7 @@ class Sweep:
 
         Args:
             columns, factor: as for `run`.
-            removed: the entries to remove, bool (b, out), as far as they are known.
+            removed: the entries to remove, bool (b, out), as far as they are known yet.
         """
         pattern = self.pattern
         if pattern.group is None:
