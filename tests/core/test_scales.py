@@ -139,7 +139,7 @@ def test_small_groups_with_few_bits_of_scale_fit_better_in_the_same_bytes():
         (lambda: Grid(group=64, scale_bits=4, block=96), "a block of 96 inputs needs scale_bits, and groups that div"),
         (lambda: Grid(block=64), "a block of 64 inputs needs scale_bits"),
         (lambda: Grid(group=16, scale_bits=4, block=32).check((1, 48)), "blocks of 32 do not divide the 48 inputs"),
-        (lambda: Grid(group=None, scale_bits=4), "has no multiples of it; use groups .group_size=32., or leave out"),
+        (lambda: Grid(group=None, scale_bits=4), "one scale per row; use groups .group_size=32., or leave out"),
         (
             lambda: Quantised.of(tiny := torch.full((1, 8), 1e-9), Grid(4, 4, scale_bits=4).scaling(tiny), torch.half),
             "overflows or underflows float16; use another dtype",

@@ -29,7 +29,7 @@ class CompiledStack:
 
     def __init__(self, words: np.ndarray):
         if len(words) == 0 or words[-1] == 0:
-            raise ValueError("the last word of a stack is not 0")
+            raise ValueError("the last word is 0, or there is none")
         self.below = words[:-2].astype(u32)
         self.state = int(words[-1])
         if len(words) > 1:
@@ -46,15 +46,20 @@ class CompiledStack:
     def pop(self, classes: np.ndarray) -> np.ndarray:
         symbols = np.empty(len(classes), np.uint8)
         order = sorted_places(classes)
-        tables = (cumulative(), first_symbols())
-        left, state = pop_symbols(self.below, u64(self.state), classes, order, *tables, symbols)
+        below = cumulative()
+        first = first_symbols()
+        left, state = pop_symbols(
+            self.below, u64(self.state), classes, order, below, first, symbols
+        )
         self.below = self.below[:left]
         self.state = int(state)
         return symbols
 
     def words(self) -> np.ndarray:
-        top = np.array([self.state & 0xFFFFFFFF, self.state >> 32], u32)
-        return np.concatenate((self.below, top[: 1 + (self.state >> 32 > 0)]))
+        top = [self.state & 0xFFFFFFFF]
+        if self.state >> 32:
+            top.append(self.state >> 32)
+        return np.concatenate((self.below, np.array(top, u32)))
 
 
 @cache

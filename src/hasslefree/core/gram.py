@@ -188,7 +188,9 @@ def check_floating(name: str, tensor: Tensor) -> None:
         name: the name of the argument.
     """
     if not isinstance(tensor, Tensor):
-        raise ShapeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        raise ShapeError(
+            f"{name} must be a tensor, got {type(tensor).__name__}; convert it by torch.as_tensor"
+        )
     if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
         raise ShapeError(
             f"{name} must be of a floating dtype of at least 16 bits, got {dtype_name(tensor)};"

@@ -138,8 +138,8 @@ class Grid(Checked):
         check_bits("scale_bits", bits, SCALE_BITS)
         if self.group is None:
             raise GridError(
-                "a row with one scale has no multiples of it; use groups"
-                f" ({option('group_size', 32)}), or leave out {option('scale_bits', bits)}",
+                "scale_bits applies to scales of groups, and this grid has one scale per row; use"
+                f" groups ({option('group_size', 32)}), or leave out {option('scale_bits', bits)}",
                 ("scale_bits", "group"),
             )
 

@@ -74,12 +74,9 @@ def decompose(
         >>> result = hasslefree.decompose(weight, gram, pattern="2:4", rank=64)
         >>> result.relative_error
     """
-    if not isinstance(weight, Tensor) or weight.is_meta:
-        raise ShapeError(
-            f"weight must be a tensor (out, in), not on meta, got {type(weight).__name__}; use"
-            " as_tensor"
-        )
     check_floating("weight", weight)
+    if weight.is_meta:
+        raise ShapeError("weight is on the meta device and has no values; load it first")
     seed = _Given(gram, pattern, method, seed).seed
     solver = build_method(method) if isinstance(method, str) else method
     weight = weight.detach()
