@@ -82,8 +82,8 @@ class AlternatingMinimization(Method):
         objective = Objective(weight, gram)
         if start.rank == 0:
             return objective.measure(self.pruner.prune(weight, for_pruner, pattern), start)
-        remarks: list[str] = []
-        best, history = self._alternate(objective, prepared, pattern, start, remarks)
+        best, history = self._alternate(objective, prepared, pattern, start)
+        remarks = best.remarks
         if self.last_fit:
             target = weight - best.sparse
             low_rank = self.low_rank.fit(target, for_solver, best.low_rank, len(history))
@@ -92,8 +92,8 @@ class AlternatingMinimization(Method):
                 best = last
                 history.append(last.error)
         if best.error and not (best.low_rank.u.any() and best.low_rank.v.any()):
-            remarks.append("no round was better than the pruner alone: L is zero")
-        return replace(best, history=tuple(history), remarks=tuple(remarks))
+            remarks += ("no round was better than the pruner alone: L is zero",)
+        return replace(best, history=tuple(history), remarks=remarks)
 
     def _alternate(
         self,
@@ -101,13 +101,11 @@ class AlternatingMinimization(Method):
         prepared: Prepared,
         pattern: Pattern,
         start: LowRank,
-        remarks: list[str],
     ) -> tuple[Solution, list[float]]:
         """Run the rounds.
 
         Args:
             start: the first L.
-            remarks: a list to which unusual events are appended.
 
         Returns:
             The best round, or the last one without `keep_best`; and the objective of each round.
@@ -132,10 +130,11 @@ class AlternatingMinimization(Method):
             if not math.isfinite(last.error):
                 if math.isinf(best.error) or not self.keep_best:
                     raise NonFiniteError(f"NaN or Inf appeared in round {t + 1}; {REMEDY}")
-                remarks.append(
+                remark = (
                     f"NaN or Inf appeared in round {t + 1}, so the best earlier round is returned; "
                     f"{with_arguments(REMEDY)}"
                 )
+                best = replace(best, remarks=(remark,))
                 break
             history.append(last.error)
             if last.error < best.error or not self.keep_best:
