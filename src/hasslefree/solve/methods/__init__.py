@@ -205,9 +205,10 @@ def _check_parts(
         if settings_of(candidate).issuperset(missing.values())
     ]
     unused = " and ".join(missing)
-    remedy = f", or use method {' or '.join(able)}" if able else ""
     raise BudgetError(
-        f"method {name!r} does not use {unused}: leave out {unused}{remedy}", ("method", *missing)
+        f"method {name!r} does not use {unused}: leave out {unused}, or use method"
+        f" {' or '.join(able)}",
+        ("method", *missing),
     )
 
 
