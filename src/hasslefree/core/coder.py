@@ -62,14 +62,14 @@ class LibraryStack:
         self.coder = constriction.stream.stack.AnsCoder(words)
 
     def push(self, symbols: np.ndarray, classes: np.ndarray) -> None:
-        by_class = places_by_class(classes)
+        by_class = positions_by_class(classes)
         for index in reversed(range(CLASSES)):
             self.coder.encode_reverse(symbols[by_class[index]].astype(np.int32), model(index))
 
     def pop(self, classes: np.ndarray) -> np.ndarray:
         symbols = np.empty(classes.size, np.uint8)
-        for index, places in enumerate(places_by_class(classes)):
-            symbols[places] = self.coder.decode(model(index), len(places))
+        for index, positions in enumerate(positions_by_class(classes)):
+            symbols[positions] = self.coder.decode(model(index), len(positions))
         return symbols
 
     def words(self) -> np.ndarray:
@@ -77,7 +77,7 @@ class LibraryStack:
         return words
 
 
-def places_by_class(classes: np.ndarray) -> list[np.ndarray]:
+def positions_by_class(classes: np.ndarray) -> list[np.ndarray]:
     """Return the positions of the symbols of each class, in ascending order."""
     ends = np.cumsum(np.bincount(classes, minlength=CLASSES))
     return np.split(np.argsort(classes, kind="stable"), ends[:-1])

@@ -38,14 +38,14 @@ class CompiledStack:
     def push(self, symbols: np.ndarray, classes: np.ndarray) -> None:
         assert len(symbols) == len(classes)
         shed = np.empty(len(symbols), u32)  # at most one word per symbol
-        order = sorted_places(classes)
+        order = sorted_positions(classes)
         counted, state = push_symbols(symbols, classes, order, cumulative(), u64(self.state), shed)
         self.below = np.concatenate((self.below, shed[:counted]))
         self.state = int(state)
 
     def pop(self, classes: np.ndarray) -> np.ndarray:
         symbols = np.empty(len(classes), np.uint8)
-        order = sorted_places(classes)
+        order = sorted_positions(classes)
         below = cumulative()
         first = first_symbols()
         left, state = pop_symbols(
@@ -67,14 +67,14 @@ def cumulative() -> np.ndarray:
     """Return the probability of all smaller symbols, in constriction's units, uint32
     (classes, 257): the state after the symbol is pushed onto an empty stack.
     """
-    found = np.zeros((CLASSES, 257), u32)
+    table = np.zeros((CLASSES, 257), u32)
     for index in range(CLASSES):
         for symbol in range(256):
             coder = constriction.stream.stack.AnsCoder()
             coder.encode_reverse(np.array([symbol], np.int32), model(index))
-            found[index, symbol] = sum(coder.get_compressed())  # no words if it is 0
-    found[:, 256] = 1 << 24
-    return found
+            table[index, symbol] = sum(coder.get_compressed())  # no words if it is 0
+    table[:, 256] = 1 << 24
+    return table
 
 
 @cache
@@ -86,19 +86,19 @@ def first_symbols() -> np.ndarray:
 
 
 @compiled(nogil=True, error_model="numpy")
-def sorted_places(classes):
+def sorted_positions(classes):
     """Return the positions of all symbols, int64 (n,), stably sorted by class."""
     starts = np.zeros(CLASSES + 1, np.int64)
     for index in classes:
         starts[np.int64(index) + 1] += 1
     for index in range(CLASSES):
         starts[index + 1] += starts[index]
-    places = np.empty(len(classes), np.int64)
-    for place in range(len(classes)):
-        index = classes[place]
-        places[starts[index]] = place
+    positions = np.empty(len(classes), np.int64)
+    for position in range(len(classes)):
+        index = classes[position]
+        positions[starts[index]] = position
         starts[index] += 1
-    return places
+    return positions
 
 
 @compiled(nogil=True, error_model="numpy")
@@ -115,10 +115,9 @@ def push_symbols(
     Returns the number of words written to `shed`, and the new state.
     """
     count = 0
-    for at in range(len(order) - 1, -1, -1):
-        place = order[at]
-        index = classes[place]
-        symbol = symbols[place]
+    for position in order[::-1]:
+        index = classes[position]
+        symbol = symbols[position]
         start = u64(below[index, symbol])
         share = u64(below[index, symbol + 1]) - start
         if state >> (u64(64) - UNIT) >= share:
@@ -144,14 +143,14 @@ def pop_symbols(
     Returns the number of words that are left, and the new state.
     """
     left = len(words)
-    for place in order:
-        index = classes[place]
+    for position in order:
+        index = classes[position]
         part = state & MASK
         symbol = np.int64(first[index, part >> INTERVAL])
         while u64(below[index, symbol + 1]) <= part:
             symbol += 1
         start = u64(below[index, symbol])
-        symbols[place] = symbol
+        symbols[position] = symbol
         state = (state >> UNIT) * (u64(below[index, symbol + 1]) - start) + (part - start)
         if state < LEAST and left > 0:
             left -= 1

@@ -27,9 +27,9 @@ def kl_by_token(dense: Tensor, compressed: Tensor) -> Tensor:
     """
     divergences: list[Tensor] = []
     rows = max(ENTRIES // dense.shape[-1], 1)
-    for wanted, found in zip(dense.split(rows), compressed.split(rows), strict=True):
-        p = finite_log_softmax(wanted)
-        q = finite_log_softmax(found)
+    for p_logits, q_logits in zip(dense.split(rows), compressed.split(rows), strict=True):
+        p = finite_log_softmax(p_logits)
+        q = finite_log_softmax(q_logits)
         divergence = (p.exp() * (p - q)).sum(-1)
         divergences.append(divergence.clamp_min_(0))  # rounding may give −1e-8
     return torch.cat(divergences)

@@ -72,28 +72,28 @@ def at_rate(
         scale = as_float((heights * 2.0**step).unsqueeze(1), half)
         zero = torch.full_like(scale, (grid.top + 1) / 2)
         scaling = Scaling(grid, scale, zero, Floats(half), as_float(wide_enough, half))
-        found = Quantised(codes_on(scaling, decide), scaling)
-        used = len(encode(found.codes))
+        quantised = Quantised(codes_on(scaling, decide), scaling)
+        used = len(encode(quantised.codes))
         if abs(used - words) <= tolerance * words:
-            return found
+            return quantised
         if used <= words:
-            best = found
+            best = quantised
             if used >= (1 - UNUSED) * words or step == least:
                 break
         if best is not None and tries >= TRIES:
             break
         step += 32 * (used - words) / target.numel() + grid.rate * UNUSED / 2
         step = max(step, least)
-    return best or found
+    return best or quantised
 
 
 def codes_on(scaling: Scaling, decide: Callable[[slice, Scaling], Tensor]) -> Tensor:
     """Return the codes, uint8 (out, in), of S on given scales. decide: as in `at_rate`."""
-    found = []
+    codes = []
     for rows in tiles(len(scaling.scale), ROWS):
         part = scaling.of_rows(rows)
-        found.append(part.codes(decide(rows, part)))
-    return torch.cat(found)
+        codes.append(part.codes(decide(rows, part)))
+    return torch.cat(codes)
 
 
 def deviations_and_reach(target: Tensor, heights: Tensor) -> tuple[Tensor, Tensor]:

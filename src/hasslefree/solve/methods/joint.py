@@ -122,9 +122,9 @@ class Joint(Method):
         relief = math.exp(-RANK_RELIEF * start.rank * (out + width) / (out * width))
         power = self.first_power(density, relief)
         with products.matmul_precision(weight.device, tf32=self.precision in ("auto", "tf32")):
-            found = self._search(scaled, prepared, pattern, start, power, scaled * relief)
+            searched = self._search(scaled, prepared, pattern, start, power, scaled * relief)
         with products.matmul_precision(weight.device):
-            polished = self._polish(Objective(scaled, prepared.gram), found)
+            polished = self._polish(Objective(scaled, prepared.gram), searched)
         low_rank = LowRank(polished.low_rank.u, polished.low_rank.v / prepared.scale)
         return replace(polished, sparse=polished.sparse / prepared.scale, low_rank=low_rank)
 
@@ -211,21 +211,21 @@ class Joint(Method):
                 torch.sub(weight, sparse, out=target).add_(state)
         return Searched(sparse, mask, low_rank, course)
 
-    def _polish(self, objective: Objective, found: Searched) -> Solution:
+    def _polish(self, objective: Objective, searched: Searched) -> Solution:
         """Alternate steps of conjugate gradients for S with a subspace step for L, on the support
         from the rounds.
         """
         weight = objective.weight
         gram = objective.gram
         narrow = self.precision in ("auto", "bfloat16")
-        low_rank = subspace_steps(weight - found.sparse, gram.matrix, found.low_rank.u, 1)
-        best = objective.measure(Pruned(found.sparse), low_rank)
-        history = [*estimates(found.course, objective, best), best.error]
+        low_rank = subspace_steps(weight - searched.sparse, gram.matrix, searched.low_rank.u, 1)
+        best = objective.measure(Pruned(searched.sparse), low_rank)
+        history = [*estimates(searched.course, objective, best), best.error]
         remarks: tuple[str, ...] = ()
         for sweep in range(1, self.sweeps + 1):
             target = weight - best.low_rank.product()
             sparse = linalg.masked_cg(
-                gram.matrix, target, best.sparse, found.mask, CG_STEPS, narrow=narrow
+                gram.matrix, target, best.sparse, searched.mask, CG_STEPS, narrow=narrow
             )
             low_rank = subspace_steps(weight - sparse, gram.matrix, best.low_rank.u, 1)
             tried = objective.measure(Pruned(sparse), low_rank)

@@ -71,8 +71,10 @@ class RoundToNearest(Pruner):
     ) -> Pruned:
         if self.grid.rate is not None:
             equal = target.new_ones(target.shape[1])
-            found = at_rate(self.grid, target, equal, lambda rows, part: part.nearest(target[rows]))
-            return Pruned(found.values(), found.scaling)
+            quantised = at_rate(
+                self.grid, target, equal, lambda rows, part: part.nearest(target[rows])
+            )
+            return Pruned(quantised.values(), quantised.scaling)
         scaling = self.grid.scaling(target)
         rounded = scaling.nearest(target)
         gain = target.square() - (target - rounded).square()

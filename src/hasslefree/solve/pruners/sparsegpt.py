@@ -66,8 +66,8 @@ class SparseGPT(Pruner):
         if self.grid is not None:
             self.grid.check(target.shape, pattern)
             if self.grid.rate is not None and self.scaling is None:
-                found = self.at_rate(target, prepared)
-                return Pruned(found.values(), found.scaling)
+                quantised = self.at_rate(target, prepared)
+                return Pruned(quantised.values(), quantised.scaling)
         scaling = self._scaling(target, prepared, pattern)
         return Pruned(self._swept(target, prepared, pattern, scaling), scaling)
 
@@ -110,10 +110,10 @@ class SparseGPT(Pruner):
         block = max(self.block // whole, 1) * whole
         for start in range(0, width, block):
             stop = min(start + block, width)
-            here = slice(start, stop)
-            sweep = Sweep(pattern.restricted(here, width), start, scaling, self.ranges)
-            errors = sweep.run(columns[here], prepared[here, here])
-            columns[stop:].addmm_(prepared[here, stop:].T, errors, alpha=-1)
+            inputs = slice(start, stop)
+            sweep = Sweep(pattern.restricted(inputs, width), start, scaling, self.ranges)
+            errors = sweep.run(columns[inputs], prepared[inputs, inputs])
+            columns[stop:].addmm_(prepared[inputs, stop:].T, errors, alpha=-1)
         return columns.T.contiguous()
 
     def _scaling(
@@ -174,9 +174,9 @@ class Sweep:
         errors = torch.empty_like(columns)
         for j in range(len(columns)):
             if j % group == 0:
-                there = slice(j, j + group)
-                score = (columns[there] / pivots[there]).square().T
-                removed[there] = ~self.pattern.mask(score).T
+                chosen = slice(j, j + group)
+                score = (columns[chosen] / pivots[chosen]).square().T
+                removed[chosen] = ~self.pattern.mask(score).T
             decided = columns[j].masked_fill(removed[j], 0.0)
             if self.scaling is not None:
                 size = self.scaling.grid.group
@@ -191,7 +191,7 @@ class Sweep:
     def _fit(
         self,
         scaling: Scaling,
-        there: slice,
+        inputs: slice,
         columns: Tensor,
         factor: Tensor,
         removed: Tensor,
@@ -199,20 +199,21 @@ class Sweep:
         """Write the scale and the zero of a group of columns.
 
         Args:
+            inputs: the columns of the group.
             columns, factor: as for `run`.
             removed: the entries to remove, bool (b, out), as far as they are known yet.
         """
         pattern = self.pattern
         if pattern.group is None:
-            pattern = KnownSupport(~removed[there].T)
-        group = columns[there].clone()
-        group_factor = factor[there, there]
+            pattern = KnownSupport(~removed[inputs].T)
+        group = columns[inputs].clone()
+        group_factor = factor[inputs, inputs]
         if pattern.kept(group.T.shape) < group.numel():
             Sweep(pattern).run(group, group_factor)
         weights = group_factor.diagonal().reciprocal().square()
-        first = self.start + there.start
+        first = self.start + inputs.start
         storage = scaling.storage_at(first)
-        found = scaling.grid.search(group.T, self.ranges, weights, storage)
+        best = scaling.grid.search(group.T, self.ranges, weights, storage)
         levels = scaling.at(first)
-        levels.scale.copy_(found.scale.squeeze(1))
-        levels.zero.copy_(found.zero.squeeze(1))
+        levels.scale.copy_(best.scale.squeeze(1))
+        levels.zero.copy_(best.zero.squeeze(1))
