@@ -22,5 +22,5 @@ def test_a_function_is_compiled_whether_or_not_it_can_be_kept(is_writable, monke
     if not is_writable:
         monkeypatch.setattr(CacheImpl, "_locator_classes", [])
     with caplog.at_level(logging.WARNING):
-        assert compiled(nogil=True)(twice)(21) == twice(21)
+        assert compiled()(twice)(21) == twice(21)
     assert ("set NUMBA_CACHE_DIR" in caplog.text) != is_writable

@@ -85,7 +85,7 @@ def first_symbols() -> np.ndarray:
     return np.stack(rows).astype(np.uint8)
 
 
-@compiled(nogil=True, error_model="numpy")
+@compiled()
 def sorted_positions(classes):
     """Return the positions of all symbols, int64 (n,), stably sorted by class."""
     starts = np.zeros(CLASSES + 1, np.int64)
@@ -101,7 +101,7 @@ def sorted_positions(classes):
     return positions
 
 
-@compiled(nogil=True, error_model="numpy")
+@compiled()
 def push_symbols(
     symbols,
     classes,
@@ -128,7 +128,7 @@ def push_symbols(
     return count, state
 
 
-@compiled(nogil=True, error_model="numpy")
+@compiled()
 def pop_symbols(
     words,
     state,

@@ -11,9 +11,10 @@ logger = logging.getLogger(__name__)
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Numba's `njit` with a cache on disk, or without a cache if the disk cannot be written, such
-    as in a read-only container.
+    """Numba's `njit` without the GIL and with NumPy's division by zero. The result is cached on
+    disk, unless the disk cannot be written, such as in a read-only container.
     """
+    options |= {"nogil": True, "error_model": "numpy"}
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         try:

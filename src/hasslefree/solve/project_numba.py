@@ -81,7 +81,7 @@ def kernel_for(m: int) -> Callable[..., None]:
             sparse[at] = kept
             target[at] = weight[at] + x - 2 * kept
 
-    @compiled(nogil=True, error_model="numpy")
+    @compiled()
     def project(weight, state, sparse, target, mask, n):
         score = np.empty((m, LANES), np.float32)
         before = np.empty((m, LANES), np.int32)

@@ -32,8 +32,8 @@ AHEAD = 8192
 CODES_AHEAD = 1024
 
 row_function = njit(nogil=True, error_model="numpy", inline="always")
-rows_in_parallel = compiled(nogil=True, error_model="numpy", parallel=True)
-sums_in_parallel = compiled(nogil=True, error_model="numpy", parallel=True, fastmath=SUMS)
+rows_in_parallel = compiled(parallel=True)
+sums_in_parallel = compiled(parallel=True, fastmath=SUMS)
 
 
 def widen(value):

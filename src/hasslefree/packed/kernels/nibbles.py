@@ -30,7 +30,7 @@ def bits_at(builder, address):
     return builder.inttoptr(address, INT16.as_pointer())
 
 
-@compiled(nogil=True, error_model="numpy", fastmath=SUMS)
+@compiled(fastmath=SUMS)
 def add_low_rank(
     x_address,
     y_address,
