@@ -99,7 +99,7 @@ def coded_together(out: int, width: int) -> Iterator[slice]:
 
 
 def classes_of(rows: np.ndarray, columns: np.ndarray, part: slice) -> np.ndarray:
-    """Return the classes of the codes in some rows, uint8 (part, in), from the numbers of all."""
+    """Return the classes of the codes in some rows, from all row and column numbers: uint8."""
     numbers = rows[part, None].astype(np.int16) + columns.astype(np.int16)
     return class_of(numbers).astype(np.uint8)
 

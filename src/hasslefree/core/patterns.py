@@ -22,7 +22,7 @@ SAMPLES = 1 << 11
 
 
 class Pattern(ABC):
-    """The entries that a pruner may keep of a weight of one shape, which `check` accepts."""
+    """A rule for the entries that a pruner keeps, for weights whose shape `check` accepts."""
 
     name: ClassVar[str]
 

@@ -85,7 +85,7 @@ class OSSCAR(Pruner):
 
 
 class Swept:
-    """T (out, in), refitted in the kept channels, and A = H⁻¹, swept on the others.
+    """T (out, in), refitted on the kept channels, and A = H⁻¹, swept on the removed channels.
 
     Args:
         inverse: A, (in, in); it is overwritten.

@@ -26,8 +26,8 @@ class SparseGPT(Pruner):
     With H⁻¹ = UᵀU, U upper triangular, the loss of changing entry j of a row by e, given the
     columns before it, is (e / U_jj)², and the update of the later columns is −(e / U_jj)·U_j
     (arXiv 2301.00774, section 3.3). A pruned entry changes by its whole value, and a rounded one by
-    its rounding error (GPTQ, arXiv 2210.17323); if both are asked for, a kept entry is rounded in
-    the same step (SparseGPT, section 3.5). The entries of an N:M group are chosen at its first
+    its rounding error (GPTQ, arXiv 2210.17323); with both, kept entries are rounded in the same
+    step (SparseGPT, section 3.5). The entries of an N:M group are chosen at its first
     column, after the updates; for other patterns, at the first column of a block.
 
     Args:
