@@ -7,7 +7,7 @@ whose threads do not survive a fork.
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -33,20 +33,16 @@ def project_spans(
 ) -> Tensor:
     """`project_step` for N:M and a whole number of spans, on at most torch's number of threads."""
     mask = torch.empty_like(weight, dtype=torch.bool)
-    kernel = kernel_for(m)
     tensors = (weight, state, sparse, target, mask)
-    spans = [each.detach().view(-1, m * LANES) for each in tensors]
-
-    def project_part(*parts: Tensor) -> None:
-        kernel(*map(Tensor.numpy, parts), n)
-
+    spans = [each.detach().view(-1, m * LANES).numpy() for each in tensors]
+    project = partial(kernel_for(m), n)
     threads = min(torch.get_num_threads(), weight.numel() // ENTRIES)
     if threads < 2:
-        project_part(*spans)
+        project(*spans)
         return mask
     with ThreadPoolExecutor(threads) as pool:
-        chunks = [each.chunk(threads) for each in spans]
-        list(pool.map(project_part, *chunks))  # raises the errors of threads
+        chunks = [np.array_split(each, threads) for each in spans]
+        list(pool.map(project, *chunks))  # raises the errors of threads
     return mask
 
 
@@ -82,7 +78,7 @@ def kernel_for(m: int) -> Callable[..., None]:
             target[at] = weight[at] + x - 2 * kept
 
     @compiled()
-    def project(weight, state, sparse, target, mask, n):
+    def project(n, weight, state, sparse, target, mask):
         score = np.empty((m, LANES), np.float32)
         before = np.empty((m, LANES), np.int32)
         for i in range(len(weight)):
