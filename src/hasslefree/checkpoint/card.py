@@ -73,8 +73,9 @@ def base_licence(model: str) -> dict[str, str]:
 
 
 def trained(report: Record) -> str:
-    """What was trained after the errors were measured, in sentences; nothing if nothing was."""
-    if (record := report.predictions) is None:
+    """A paragraph about the training that followed the measurement of errors; "" without any."""
+    record = report.predictions
+    if record is None:
         return ""
     return (
         "After the layers were fitted, their values were trained on all blocks together, to"

@@ -127,7 +127,8 @@ def check_tensors(
     floating-point dtype may be the model's. name: of the layer.
     """
     again = "download or copy the folder again"
-    if missing := [f"{name}.{leaf}" for leaf in expected if leaf not in tensors]:
+    missing = [f"{name}.{leaf}" for leaf in expected if leaf not in tensors]
+    if missing:
         raise CheckpointError(f"{', '.join(missing)} not found; {again}")
     for leaf, tensor in tensors.items():
         if leaf not in expected:
@@ -140,7 +141,8 @@ def check_tensors(
                 f"{name}.{leaf} has the shape {list(tensor.shape)}, but {list(shape)} according to"
                 f" config.json; {again}"
             )
-        if tensor.dtype != dtype if dtype else tensor.dtype not in FLOATS:
+        allowed = FLOATS if dtype is None else (dtype,)
+        if tensor.dtype not in allowed:
             raise CheckpointError(
                 f"{name}.{leaf} has the dtype {tensor.dtype}, expected"
                 f" {dtype or 'a floating-point one'}; {again}"

@@ -100,11 +100,12 @@ def inspect_folder(folder: Path) -> FolderSize:
     for name in in_order(entries, list(errors)):
         spec = entries[name].spec
         out, width = spec.shape
-        dtype = stored[f"{name}.{'weight_scale' if spec.grid else 'values'}"].meta.dtype
+        leaf = "weight_scale" if spec.grid else "values"
+        dtype = stored[f"{name}.{leaf}"].meta.dtype
         dense_bytes = out * (width + (name in biased)) * dtype.itemsize
-        size_of_layer = bytes_of.pop(name)
+        packed = bytes_of.pop(name)
         error = errors.get(name)
-        layers.append(LayerSize(name, spec, FLOATS[dtype], size_of_layer, dense_bytes, error))
+        layers.append(LayerSize(name, spec, FLOATS[dtype], packed, dense_bytes, error))
     return FolderSize(str(folder), config["version"], tuple(layers), bytes_of.total())
 
 

@@ -89,7 +89,7 @@ def file_names(model: str) -> Iterable[str]:
     network, of those in the hub's cache.
     """
     if not Path(model).is_dir():
-        with suppress(Exception):  # or a repository that is gone: requests raise anything
+        with suppress(Exception):  # no network, or no such repository; requests raise anything
             return [name for name in huggingface_hub.list_repo_files(model) if "/" not in name]
     folder = folder_of(model)
     if folder is None:

@@ -58,7 +58,8 @@ def check_output(
         raise OutputError(
             f"the output folder {folder} cannot be created: {parent} is not writable; {remedy}"
         )
-    if (free := shutil.disk_usage(parent).free) < bytes_needed:
+    free = shutil.disk_usage(parent).free
+    if free < bytes_needed:
         raise OutputError(
             f"the disk of {folder} has {free / 1e6:,.0f} MB free and {bytes_needed / 1e6:,.0f} MB"
             " are needed; make room or choose another disk"
@@ -71,12 +72,16 @@ def check_replaceable(content: Path, folder: Path) -> None:
     """
     written = read_json(content / FILES) if (content / FILES).exists() else {}
     for name, size in sizes(content):
-        own = written.get(name) == (0 if name == FILES else size)
-        if not own and not (name.startswith("evaluation") and beginning(content / name) == RESULTS):
-            raise OutputError(
-                f"the output folder {folder} cannot be replaced: hasslefree did not write {name} in"
-                " it, or not as it is now; move or delete it, or give another folder"
-            )
+        if name == FILES:
+            size = 0  # as the list has its own
+        if written.get(name) == size:
+            continue
+        if name.startswith("evaluation") and beginning(content / name) == RESULTS:
+            continue
+        raise OutputError(
+            f"the output folder {folder} cannot be replaced: hasslefree did not write {name} in"
+            " it, or not as it is now; move or delete it, or give another folder"
+        )
 
 
 def sizes(folder: Path) -> Iterator[tuple[str, int]]:
@@ -160,7 +165,8 @@ def complete(folder: Path) -> None:
 def rewrite(file: Path, text: str) -> None:
     """Write a file of a finished folder again, and its size in the list of the folder's files."""
     file.write_text(text, encoding="utf-8")
-    if (listed := file.with_name(FILES)).exists():
+    listed = file.with_name(FILES)
+    if listed.exists():
         content = read_json(listed) | {file.name: file.stat().st_size}
         write_json(listed, content)
 
@@ -218,20 +224,25 @@ def check_file(path: Path, start: bytes) -> None:
         raise OutputError(f"the folder of {path} does not exist; make it, or {remedy}")
     if file.is_dir():
         raise OutputError(f"{path} is a folder; give the path of a file")
-    held = {
-        name for name in (FILES, "compression.json", "config.json") if (file.parent / name).exists()
-    }
-    is_model = held - {"config.json"} or (held and any(file.parent.glob("*.safetensors")))
-    if is_model and not (file.match("evaluation*.json") or file.match("*.seconds.json")):
+    is_result = file.match("evaluation*.json") or file.match("*.seconds.json")
+    if is_model_folder(file.parent) and not is_result:
         raise OutputError(
             f"{path} is in a model folder, where only evaluation*.json can be written; {remedy}"
         )
-    if file.exists() and (
-        beginning(file, len(start)) not in (b"", start) or not os.access(file, os.W_OK)
-    ):
+    if not file.exists():
+        return
+    is_foreign = beginning(file, len(start)) not in (b"", start)
+    if is_foreign or not os.access(file, os.W_OK):
         raise OutputError(
             f"{path} exists, and is read-only or not from this command; delete it, or {remedy}"
         )
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Return True if a folder holds a model or the output of `compress` or `export`."""
+    if (folder / FILES).exists() or (folder / "compression.json").exists():
+        return True
+    return (folder / "config.json").exists() and any(folder.glob("*.safetensors"))
 
 
 def beginning(file: Path, length: int = len(RESULTS)) -> bytes | None:

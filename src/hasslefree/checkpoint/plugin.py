@@ -89,7 +89,7 @@ class HasslefreeQuantizer(HfQuantizer):
             if layer.bias is not None:
                 biased.add(listed)
         self.quantization_config.modules = modules
-        if checkpoint_files:  # none where the caller brought a state dict
+        if checkpoint_files:  # none if the caller gave a state dict
             check_stored(
                 {listed: entry for listed, entry in entries.items() if listed not in unused},
                 stored_tensors([Path(file) for file in checkpoint_files]),
@@ -98,19 +98,13 @@ class HasslefreeQuantizer(HfQuantizer):
             )
 
     def update_weight_conversions(self, weight_conversions: Any, model: nn.Module) -> Any:
-        """Without those that fuse experts, which are separate layers here."""
-        fused = {
-            source
-            for module in model.modules()
-            if isinstance(module, SplitExperts)
-            for source in module.sources
-        }
-
-        def unfused(conversion: Any) -> bool:
-            targets = conversion.target_patterns if isinstance(conversion, WeightConverter) else []
-            return not any(target.rpartition(".")[2] in fused for target in targets)
-
-        return super().update_weight_conversions(list(filter(unfused, weight_conversions)), model)
+        """Leave out the conversions that fuse experts, which are separate layers here."""
+        fused: set[str] = set()
+        for module in model.modules():
+            if isinstance(module, SplitExperts):
+                fused.update(module.sources)
+        kept = [each for each in weight_conversions if not converts(each, fused)]
+        return super().update_weight_conversions(kept, model)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
         # For transformers this forbids .half(), .float() and training; here the values are floats
@@ -139,6 +133,13 @@ class HasslefreeQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def converts(conversion: Any, names: Collection[str]) -> bool:
+    """Return True if a conversion of transformers writes a tensor with one of these last names."""
+    if not isinstance(conversion, WeightConverter):
+        return False
+    return any(target.rpartition(".")[2] in names for target in conversion.target_patterns)
 
 
 def name_in_model(listed: str, model: Any, names: Collection[str]) -> str:

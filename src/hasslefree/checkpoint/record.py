@@ -360,13 +360,12 @@ def perplexities(report: Record) -> str:
     if report.held_out is None:
         if report.own_segments:
             return "not measured (the calibration tokens were given from Python)"
-        off = report.recipe.get("check") is False
-        return f"not measured ({'switched off' if off else 'too little text, or no output head'})"
-    source = (
-        "that the model wrote itself"
-        if report.recipe.get("calibration") == "self"
-        else "of the calibration text"
-    )
+        if report.recipe.get("check") is False:
+            return "not measured (switched off)"
+        return "not measured (too little text, or no output head)"
+    source = "of the calibration text"
+    if report.recipe.get("calibration") == "self":
+        source = "that the model wrote itself"
     measured = measured_on(report, report.held_out, source)
     if report.held_out_code:
         return measured
@@ -453,12 +452,14 @@ def command_of(report: Record, trust_remote_code: bool = False) -> str | None:
         if value == field.default and field.name not in always:
             continue
         name = field.name.replace("_", "-")
-        flag = f"--{name}"
         if isinstance(value, bool):
             (switch,) = field.metadata.get("flags", (f"--{name}/--no-{name}",))
             words.append(switch.split("/")[not value])
         else:
-            words += [flag, *map(str, value if isinstance(value, tuple) else (value,))]
+            values = value if isinstance(value, tuple) else (value,)
+            words += [f"--{name}", *map(str, values)]
     if report.device != "cuda":
         words += ["--device", report.device]
-    return shlex.join(words + ["--trust-remote-code"] * trust_remote_code)
+    if trust_remote_code:
+        words.append("--trust-remote-code")
+    return shlex.join(words)

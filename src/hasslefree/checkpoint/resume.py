@@ -211,9 +211,9 @@ def check_bytes(file: Path, expected: str, consequence: str) -> None:
 
 
 def as_json(content: dict[str, Any]) -> dict[str, Any]:
-    """What is read from a JSON file to which this is written."""
-    found: dict[str, Any] = json.loads(json.dumps(content))
-    return found
+    """The content as it comes back from a JSON file."""
+    read: dict[str, Any] = json.loads(json.dumps(content))
+    return read
 
 
 def differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
@@ -404,10 +404,11 @@ def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]
     if there are any.
     """
     folder = unfinished_folder(out)
-    for path in others(folder):
+    foreign = others(folder)
+    if foreign:
         raise OutputError(
-            f"{path} was not written by hasslefree, which needs the name {folder} for its work;"
-            " move it away, or give another output folder"
+            f"{foreign[0]} was not written by hasslefree, which needs the name {folder} for its"
+            " work; move it away, or give another output folder"
         )
     try:
         with resumable(folder):
@@ -470,7 +471,7 @@ def describe_progress(out: Path) -> str:
 
 def resumable(path: Path) -> AbstractContextManager[None]:
     """`disk_errors` for the unfinished folder."""
+    again = option("resume", True)
     return disk_errors(
-        path,
-        "finished blocks are kept. Correct the cause, and continue with " + option("resume", True),
+        path, f"finished blocks are kept. Correct the cause, and continue with {again}"
     )

@@ -1,9 +1,8 @@
 """The demo: a small Llama that ships with the package, compressed in four ways within a minute."""
 
-import dataclasses
 import logging
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.table import Table
@@ -42,12 +41,10 @@ def recipes(rounds: int) -> dict[str, Recipe]:
         check=False,
     )
     return {
-        "sparsegpt (rank 0)": dataclasses.replace(base, method="sparsegpt", rank=0),
-        f"hassle-free, {rounds} rounds": dataclasses.replace(
-            base, method="hassle-free", rounds=rounds
-        ),
-        "joint, not fine-tuned": dataclasses.replace(base, method="joint", effort="fast"),
-        "joint": dataclasses.replace(base, method="joint"),
+        "sparsegpt (rank 0)": replace(base, method="sparsegpt", rank=0),
+        f"hassle-free, {rounds} rounds": replace(base, method="hassle-free", rounds=rounds),
+        "joint, not fine-tuned": replace(base, method="joint", effort="fast"),
+        "joint": replace(base, method="joint"),
     }
 
 
@@ -99,9 +96,11 @@ def demo_table(rows: list[DemoRow]) -> Table:
     title = "2:4 + rank 16 on a Llama of 2 M parameters trained on Python's documentation"
     lines = table(["method"], ["perplexity", "relative error", "non-zeros", "seconds"], title)
     for row in rows:
-        error, seconds = (
-            (f"{row.relative_error:.4f}", f"{row.seconds:.0f}") if row.seconds else ("", "")
-        )
+        error = ""
+        seconds = ""
+        if row.seconds:  # not the dense model
+            error = f"{row.relative_error:.4f}"
+            seconds = f"{row.seconds:.0f}"
         lines.add_row(
             row.method, f"{row.perplexity:.2f}", error, f"{row.parameters / 1e6:.2f} M", seconds
         )

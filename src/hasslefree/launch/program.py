@@ -26,9 +26,12 @@ def run_program(name: str, arguments: Sequence[str]) -> None:
     """Replace this process by a console script, a module or a .py file, with these arguments and
     its exit code.
     """
-    path = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = str(SITE)
+    inherited = os.environ.get("PYTHONPATH")
+    if inherited:
+        path += os.pathsep + inherited
     command = [*program_command(name), *arguments]
-    environment = {**os.environ, "PYTHONPATH": path}
+    environment = os.environ | {"PYTHONPATH": path}
     if os.name == "nt":  # exec on Windows returns to the shell before the program ends
         sys.exit(subprocess.call(command, env=environment))
     os.execve(command[0], command, environment)
@@ -68,7 +71,9 @@ def is_runnable(module: str) -> bool:
         return False
     finally:
         del sys.path[0]
-    if spec is None or spec.submodule_search_locations is None:
-        return spec is not None
+    if spec is None:
+        return False
     inside = spec.submodule_search_locations
+    if inside is None:
+        return True
     return PathFinder.find_spec(f"{module}.__main__", inside) is not None
