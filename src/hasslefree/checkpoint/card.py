@@ -1,4 +1,4 @@
-"""README.md of the folders that are written, in the Hub's format."""
+"""The model cards (README.md) of the folders that are written, in the Hub's format."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ from hasslefree.escaping import escaped
 from hasslefree.models.rules import by_kind
 
 ASSETS = Path(__file__).parent / "assets"
-# The tag by which an upload knows its own models.
+# The tag that identifies models written by hasslefree, so that an upload may replace them.
 TAG = "hasslefree"
 
 # The picture in the card of a compressed folder.
@@ -22,7 +22,7 @@ FIGURE = "relative_error.png"
 
 LICENCE_FIELDS = ("license", "license_name", "license_link")
 
-# The library that loads an export, by its kind; for all others, transformers.
+# The library that loads an export, by its kind, if it is not transformers.
 LIBRARIES = {
     "peft": "peft",
     "gguf": "gguf",
@@ -43,7 +43,7 @@ def export_card(
     Args:
         kind: of the folder, such as "dense" or "base".
         source: name of the compressed folder.
-        recorded: with its record.
+        recorded: the export has compression.json.
         auto: the name of the class that loads the model.
     """
     library = LIBRARIES.get(kind, "transformers")
@@ -60,8 +60,10 @@ def export_card(
 
 
 def base_licence(model: str) -> dict[str, str]:
-    """The licence fields in the card of a model, a folder or a hub name; empty without a card or a
-    network.
+    """The licence fields in the card of a model; empty without a card or a network.
+
+    Args:
+        model: a folder or a hub name.
     """
     try:
         file = original_file(model, "README.md")
@@ -123,7 +125,7 @@ def model_card(
 
 
 def rendered(template: str, front: ModelCardData, **content: Any) -> str:
-    """A card from a template in `assets`. front: the fields that the Hub reads."""
+    """Render a template of `assets`. front: the metadata that the Hub reads."""
     templates = Environment(
         loader=FileSystemLoader(ASSETS),
         undefined=StrictUndefined,
@@ -137,7 +139,7 @@ def rendered(template: str, front: ModelCardData, **content: Any) -> str:
 
 
 def cell(value: Any) -> str:
-    """A value in a line of a table or of text, without what Markdown would take for its own."""
+    """A value as one line of Markdown, with special characters escaped."""
     text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     plain = re.sub(r"[|*<`\[]", r"\\\g<0>", text)
     return "<br>".join(" ".join(line.split()) for line in plain.splitlines())

@@ -1,5 +1,5 @@
-"""The `quantization_config` of config.json, which describes each compressed layer, and the tensors
-it describes.
+"""The `quantization_config` of config.json, which describes each compressed layer, and checks of
+the tensors against it.
 """
 
 import zlib
@@ -22,13 +22,13 @@ QUANT_METHOD = "hasslefree"
 VERSION = 2
 LAYOUT = "packed"
 
-# The dtypes that values may have, by the names that safetensors gives them.
+# The dtypes that values may have, with the names that safetensors gives them.
 FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A compressed layer in config.json. crc32: `checksum` of its index tensor."""
+    """The entry of a compressed layer in config.json. crc32: `checksum` of the index tensor."""
 
     spec: LayerSpec
     crc32: Annotated[str, Field(pattern="^[0-9a-f]{8}$")]
@@ -43,7 +43,7 @@ class Entry:
 
 
 def checksum(tensors: Iterable[Tensor]) -> str:
-    """zlib's CRC-32 of the bytes of tensors in C order, one after the other, in hexadecimal."""
+    """The CRC-32 (zlib) of the concatenated bytes of tensors in C order, in hexadecimal."""
     crc = 0
     for tensor in tensors:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -52,9 +52,7 @@ def checksum(tensors: Iterable[Tensor]) -> str:
 
 
 def check_format_version(version: Any, layout: Any) -> None:
-    """Raise a CheckpointError if this version of hasslefree does not read this version of the
-    format.
-    """
+    """Raise a CheckpointError if this version of hasslefree cannot read the format."""
     if (version, layout) == (VERSION, LAYOUT):
         return
     raise CheckpointError(
@@ -97,8 +95,13 @@ def check_stored(
     biased: Container[str],
     indices: bool,
 ) -> None:
-    """Compare the tensors of every compressed layer with its entry. indices: read the index
-    tensors, and check them.
+    """Compare the tensors of every compressed layer with its entry.
+
+    Args:
+        entries: by the names of layers.
+        stored: the tensors of all files, by name.
+        biased: the names of the layers with a bias.
+        indices: also read and check the index tensors.
     """
     layers: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
@@ -123,8 +126,11 @@ def check_tensors(
     expected: TensorSpecs,
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Compare the tensors of a layer, by their names in it, with what config.json says; any
-    floating-point dtype may be the model's. name: of the layer.
+    """Compare the tensors of a layer with config.json. The model may have any floating-point dtype.
+
+    Args:
+        name: of the layer.
+        expected, tensors: by name in the layer.
     """
     again = "download or copy the folder again"
     missing = [f"{name}.{leaf}" for leaf in expected if leaf not in tensors]
@@ -150,9 +156,7 @@ def check_tensors(
 
 
 def check_index(name: str, entry: Entry, index: Tensor) -> None:
-    """Compare the index tensor of a layer with its CRC-32, and its codes with the pattern. name: of
-    the layer.
-    """
+    """Check the CRC-32 of a layer's index tensor, and its content against the pattern."""
     spec = entry.spec
     layout = spec.layout
     full_name = f"{name}.{layout.index}"

@@ -1,6 +1,4 @@
-"""Upload folders to the Hugging Face Hub; what can be checked beforehand is checked before hours of
-work.
-"""
+"""Upload folders to the Hugging Face Hub, and check the repository before hours of work."""
 
 import re
 import shlex
@@ -15,7 +13,7 @@ from hasslefree.checkpoint.output import FILES, rewrite
 from hasslefree.errors import OutputError, option
 from hasslefree.validation import typed
 
-# In a card, the first one is where the model is loaded from: a path, or an earlier upload.
+# The first match in a card is the location of the model: a path, or an earlier upload.
 SHOWN = re.compile(r'(from_pretrained\("|hf download )([^"\s]+)(["\s])')
 
 
@@ -29,8 +27,8 @@ def push(
     """Upload a folder that `compress` or `export` wrote to the Hugging Face Hub, and return its
     address there.
 
-    The repository becomes a copy of the folder: other files in it are deleted, and stay in its
-    history. In the model card, the name on the hub takes the place of the path.
+    The repository becomes a copy of the folder: other files in it are deleted, but stay in its
+    history. In the model card, the path is replaced with the name on the hub.
 
     Args:
         name: USER/NAME or ORGANISATION/NAME. It is created if it does not exist, public unless
@@ -49,7 +47,7 @@ def push(
 
 
 def prepare_push(name: str, private: bool = False) -> None:
-    """Create the repository, or check that it may be replaced. Arguments and errors as for
+    """Create the repository, or check that it may be replaced. Arguments and errors are those of
     `push`.
     """
     try:
@@ -95,7 +93,7 @@ def upload(folder: Path, name: str) -> str:
 
 
 def _reason(error: Exception, name: str) -> str:
-    """What is wrong, and what to do."""
+    """The cause of an error and the remedy, for an error message."""
     tokens = "https://huggingface.co/settings/tokens"
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     if isinstance(error, HFValidationError):

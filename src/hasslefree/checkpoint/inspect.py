@@ -29,8 +29,11 @@ from hasslefree.units import size, span, table
 
 @dataclass(frozen=True)
 class LayerSize:
-    """A compressed layer: the dtype of its values or scales, and its bytes. relative_error: None
-    without a record.
+    """The size of a compressed layer.
+
+    Args:
+        dtype: of the values or scales.
+        relative_error: None without a record.
     """
 
     name: str
@@ -41,7 +44,7 @@ class LayerSize:
     relative_error: float | None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: the fields of the spec are among the others, its grid in words."""
+        """All fields for JSON. The fields of the spec are inlined, its grid in words."""
         content = {"name": self.name, **vars(self.spec), **vars(self)}
         content["grid"] = self.spec.grid and str(self.spec.grid)
         del content["spec"]
@@ -50,7 +53,11 @@ class LayerSize:
 
 @dataclass(frozen=True)
 class FolderSize:
-    """A compressed folder. other_bytes: of all tensors outside compressed layers."""
+    """The size of a compressed folder.
+
+    Args:
+        other_bytes: the size of all tensors outside the compressed layers.
+    """
 
     folder: str
     version: int
@@ -110,7 +117,7 @@ def inspect_folder(folder: Path) -> FolderSize:
 
 
 def read_quantization(folder: Path) -> dict[str, Any]:
-    """The quantization_config of a compressed folder. Raises a ModelError if it is none."""
+    """The quantization_config of a compressed folder. Raises a ModelError for other folders."""
     if not folder.is_dir():
         raise ModelError(
             f"the folder {folder} does not exist; a model on the hub must be downloaded first (hf"
@@ -126,11 +133,11 @@ def read_quantization(folder: Path) -> dict[str, Any]:
 
 
 def in_order(names: Iterable[str], recorded: list[str]) -> list[str]:
-    """Layers in the order of the model, if it is recorded, else layers.2 before layers.10."""
+    """Sort layers in the order of the record; the others so that layers.2 precedes layers.10."""
     order = {name: index for index, name in enumerate(recorded)}
 
     def position(name: str) -> tuple[int, list[tuple[int, str]]]:
-        # Numbers by their length, then by their digits: Python does not convert thousands of them.
+        # Compare numbers by length, then by digits: Python refuses to convert very long ones.
         parts = [(len(part) * part.isdecimal(), part) for part in name.split(".")]
         return order.get(name, len(order)), parts
 
@@ -138,7 +145,7 @@ def in_order(names: Iterable[str], recorded: list[str]) -> list[str]:
 
 
 def kind_table(folder: FolderSize) -> Table:
-    """A line for each kind of layer (q_proj, down_proj, …), with ranges over its layers, and the
+    """A row for each kind of layer (q_proj, down_proj, …) with ranges over the layers, and the
     totals.
     """
     kinds: dict[tuple[str, str], list[LayerSize]] = {}
@@ -161,7 +168,7 @@ def kind_table(folder: FolderSize) -> Table:
 
 
 def layer_table(folder: FolderSize) -> Table:
-    """A line for each layer. The part that all names begin with is in the heading."""
+    """A row for each layer. The common prefix of all names is in the heading."""
     names = [layer.name.split(".") for layer in folder.layers]
     heads = zip(*(name[:-1] for name in names), strict=False)
     shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, heads)]
@@ -176,8 +183,8 @@ def layer_table(folder: FolderSize) -> Table:
 
 
 def title_of(folder: FolderSize) -> str:
-    """The folder, and what all its layers have in common: their pattern and grid, or the grid
-    without its bits.
+    """The title: the folder, and the pattern and grid if all layers have the same, perhaps except
+    for the bits.
     """
     title = f"{folder.folder}: {len(folder.layers)} compressed layers"
     kinds = {layer.spec.kind for layer in folder.layers}
@@ -189,14 +196,14 @@ def title_of(folder: FolderSize) -> str:
 
 
 def pattern_column(folder: FolderSize) -> list[str]:
-    """The heading of the column of patterns; none if all layers of the folder have the same."""
+    """The heading of the column of patterns; empty if all layers have the same pattern."""
     if len({layer.spec.pattern for layer in folder.layers}) > 1:
         return ["pattern"]
     return []
 
 
 def columns_of(folder: FolderSize) -> list[str]:
-    """The headings of the figures: bits if they differ, ranks if there are any."""
+    """The headings of the columns of figures: bits if they differ, ranks if any is above 0."""
     columns = ["relative error", "bytes", "of dense"]
     if any(layer.spec.rank for layer in folder.layers):
         columns = ["rank", *columns]
@@ -206,7 +213,7 @@ def columns_of(folder: FolderSize) -> list[str]:
 
 
 def cells(layers: Sequence[LayerSize], columns: Sequence[str]) -> list[str]:
-    """The figures of some layers, in the order of the columns."""
+    """The cells of a row that summarises some layers, in the order of the columns."""
     patterns = {layer.spec.pattern for layer in layers}
     bits = [layer.spec.grid.stored_bits for layer in layers if layer.spec.grid]
     errors = [layer.relative_error for layer in layers if layer.relative_error is not None]

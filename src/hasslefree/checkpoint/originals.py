@@ -1,4 +1,4 @@
-"""What a written folder keeps of the original model beside its weights: files and configuration."""
+"""Files and configuration of the original model that an output folder keeps."""
 
 import copy
 import json
@@ -19,7 +19,7 @@ from hasslefree.models.names import folder_of
 
 logger = logging.getLogger(__name__)
 
-# The files of tokenizers, and of processors. A program that is not transformers may read one that
+# The files of tokenizers and of processors. Programs other than transformers may read files that
 # transformers does not write, such as tokenizer.model.
 TEXT_FILES = (
     "*tokenizer*",
@@ -37,7 +37,7 @@ PROCESSOR_FILES: tuple[str, ...] = ("*processor_config.json",)
 CODE_FILES = ("*.py",)
 # Weights and code that the patterns above would match.
 OTHER_FILES = ("*.safetensors", "*.bin", "*.gguf", *CODE_FILES)
-# Keys of config.json that describe the folder that was written, not the original.
+# Keys of config.json that describe the output folder, not the original.
 OF_THE_FOLDER = (
     "quantization_config",
     "transformers_version",
@@ -48,7 +48,7 @@ OF_THE_FOLDER = (
 
 
 def original_file(model: str, name: str) -> Path | None:
-    """A file of a local folder or of the hub; None if there is none, or no network."""
+    """The path of a file of a local folder or of the hub; None without the file or a network."""
     errors = ("missing_entries", "connection_errors", "gated_repo")
     options = {f"_raise_exceptions_for_{error}": False for error in errors}
     try:
@@ -66,11 +66,11 @@ def copy_original_files(
     folder: Path,
     patterns: tuple[str, ...],
 ) -> None:
-    """Copy the files that the folder lacks.
+    """Copy files of the original model that the output folder lacks.
 
     Args:
         model: a local folder, or a hub name.
-        patterns: of their names: `TEXT_FILES`, `PROCESSOR_FILES`, `CODE_FILES`.
+        patterns: of file names: `TEXT_FILES`, `PROCESSOR_FILES`, `CODE_FILES`.
     """
     others = [pattern for pattern in OTHER_FILES if pattern not in patterns]
     wanted = filter_repo_objects(
@@ -85,8 +85,8 @@ def copy_original_files(
 
 
 def file_names(model: str) -> Iterable[str]:
-    """The names of the files at the top of a local folder or of a repository of the hub; without a
-    network, of those in the hub's cache.
+    """The names of the files at the top level of a local folder or a hub repository; without a
+    network, of the files in the hub's cache.
     """
     if not Path(model).is_dir():
         with suppress(Exception):  # no network, or no such repository; requests raise anything
@@ -98,7 +98,7 @@ def file_names(model: str) -> Iterable[str]:
 
 
 def read_configuration(model: str) -> dict[str, Any]:
-    """The content of a model's config.json; empty if it is not at hand."""
+    """The content of a model's config.json; empty if it is not available."""
     file = original_file(model, "config.json")
     if file is None:
         return {}
@@ -110,8 +110,8 @@ def restore_keys(
     original: dict[str, Any],
     config: PretrainedConfig,
 ) -> None:
-    """Give a config.json that transformers wrote the keys and values of the original, wherever
-    nothing changed them.
+    """Restore the original keys and values in a config.json that transformers wrote, except where
+    the configuration changed.
 
     transformers writes `num_local_experts` where a released Qwen3-MoE has `num_experts`, which
     other programs look for, and null for a `sliding_window` that is not in use.
@@ -156,6 +156,6 @@ def _restore(
 
 
 def as_json(config: PretrainedConfig) -> dict[str, Any]:
-    """All fields of a configuration, as JSON holds them."""
+    """All fields of a configuration, as JSON."""
     content: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
     return content

@@ -1,6 +1,4 @@
-"""Output folders and files: what is checked before the work, and how they are replaced, completely
-or not at all.
-"""
+"""Output folders and files: checks before the work begins, and replacement in one step."""
 
 import os
 import shlex
@@ -16,9 +14,9 @@ from safetensors import SafetensorError
 from hasslefree.errors import OutputError, WriteError, option
 from hasslefree.files import read_json, write_json
 
-# The file in a folder that lists the others as they were written.
+# The file in an output folder that lists the sizes of all files in it.
 FILES = "files.json"
-# The first bytes of the results of `evaluate`, and of a page of `report`.
+# The first bytes of the results of `evaluate`, and of a page written by `report`.
 RESULTS = b'{\n "model'
 PAGE = b"<!doctype html><!-- a page of hasslefree report -->"
 
@@ -26,11 +24,13 @@ PAGE = b"<!doctype html><!-- a page of hasslefree report -->"
 def check_output(
     folder: Path, overwrite: bool, bytes_needed: int = 0, source: Path | None = None
 ) -> None:
-    """Raise an OutputError if a folder is in use, cannot be written, or is on a disk with fewer
-    free bytes.
+    """Raise an OutputError if a folder is in use, cannot be written, or its disk is too full.
 
-    folder: resolved. overwrite: replace what hasslefree wrote, if nothing else is there. source: a
-    folder to read.
+    Args:
+        folder: a resolved path.
+        overwrite: the folder may be replaced if hasslefree wrote all of it.
+        bytes_needed: free space that the disk must have.
+        source: a folder that will be read, which must not be inside the output.
     """
     remedy = "give another folder"
     if folder.exists() and not folder.is_dir():
@@ -67,8 +67,11 @@ def check_output(
 
 
 def check_replaceable(content: Path, folder: Path) -> None:
-    """Raise an OutputError if not all of a folder is as hasslefree wrote it. content: where it is
-    now.
+    """Raise an OutputError unless every file of a folder is as hasslefree wrote it.
+
+    Args:
+        content: the path of the folder now.
+        folder: its path in the message.
     """
     written = read_json(content / FILES) if (content / FILES).exists() else {}
     for name, size in sizes(content):
@@ -85,7 +88,7 @@ def check_replaceable(content: Path, folder: Path) -> None:
 
 
 def sizes(folder: Path) -> Iterator[tuple[str, int]]:
-    """The files in a folder, with their sizes."""
+    """The files in a folder, by relative path, with their sizes."""
     return (
         (f"{path.relative_to(folder)}", path.lstat().st_size)
         for path in folder.rglob("*")
@@ -95,12 +98,12 @@ def sizes(folder: Path) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def replaced_whole(folder: Path, overwrite: bool) -> Iterator[Path]:
-    """A new folder next to `folder` that replaces it at the end; on an error before that, the new
-    one is removed.
+    """Open a new folder next to `folder`, which replaces it at the end. After an error, the new one
+    is removed.
     """
     with disk_errors(folder, "its previous content is unchanged. Correct the cause and try again"):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # A process that was killed may have had the same number.
+        # Not the process number: a killed process may have had the same one.
         work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.part-", dir=folder.parent))
         part = work / "new"
         part.mkdir()
@@ -116,9 +119,8 @@ def replaced_whole(folder: Path, overwrite: bool) -> Iterator[Path]:
 
 @contextmanager
 def replaced_files(files: Sequence[Path]) -> Iterator[Path]:
-    """A new folder next to some files; those of their names in it replace them at the end.
-
-    A file that was not written into the folder is removed.
+    """Open a new folder next to some files. At the end, the files in it replace those of the same
+    name; a file without a replacement is removed.
     """
     folder = files[0].parent
     with (
@@ -136,13 +138,13 @@ def replaced_files(files: Sequence[Path]) -> Iterator[Path]:
 
 @contextmanager
 def disk_errors(path: Path, remedy: str) -> Iterator[None]:
-    """Turn errors of the disk into a WriteError. path: the file or folder that is written."""
+    """Turn disk errors into a WriteError. path: the file or folder that is written."""
     try:
         yield
     except (OutputError, Timeout):
         raise
     except Exception as error:
-        # safetensors and tokenizers report a full disk as exceptions of their own.
+        # safetensors and tokenizers report a full disk with their own exceptions.
         if isinstance(error, OSError | SafetensorError) or "os error" in str(error):
             if not path.parent.exists():
                 remedy = "its folder was removed during the run; start again"
@@ -151,8 +153,8 @@ def disk_errors(path: Path, remedy: str) -> Iterator[None]:
 
 
 def complete(folder: Path) -> None:
-    """List the files of a finished folder in it, and set permissions: safetensors ignores the
-    user's umask.
+    """Write the list of files of a finished folder, and set permissions, because safetensors
+    ignores the umask.
     """
     (folder / FILES).touch()
     write_json(folder / FILES, dict(sorted(sizes(folder))))
@@ -163,7 +165,7 @@ def complete(folder: Path) -> None:
 
 
 def rewrite(file: Path, text: str) -> None:
-    """Write a file of a finished folder again, and its size in the list of the folder's files."""
+    """Rewrite a file of a finished folder, and update its size in the folder's list of files."""
     file.write_text(text, encoding="utf-8")
     listed = file.with_name(FILES)
     if listed.exists():
@@ -177,10 +179,12 @@ def put_in_place(
     overwrite: bool,
     old: Path,
 ) -> None:
-    """Rename a finished folder to `folder`. If that is in use by now, both stay, and the WriteError
-    says where.
+    """Rename a finished folder to `folder`. If `folder` was changed meanwhile, keep both and raise
+    a WriteError.
 
-    overwrite: as for `check_output`. old: where the previous content of `folder` is meanwhile.
+    Args:
+        overwrite: as for `check_output`.
+        old: temporary path of the previous content of `folder`.
     """
     try:
         try:
@@ -201,8 +205,10 @@ def put_in_place(
 
 
 def check_files(files: Mapping[Path, bytes], overwrite: bool) -> None:
-    """As `check_file`, for files by what they begin with; and an OutputError if one exists and
-    must not be replaced.
+    """Check several files as `check_file` does, and that none exists unless `overwrite` is set.
+
+    Args:
+        files: the first bytes of each file.
     """
     for file, start in files.items():
         check_file(file, start)
@@ -213,10 +219,10 @@ def check_files(files: Mapping[Path, bytes], overwrite: bool) -> None:
 
 
 def check_file(path: Path, start: bytes) -> None:
-    """Raise an OutputError if a file cannot be written, or would replace one that hasslefree did
-    not write.
+    """Raise an OutputError if a file cannot be written, or would replace a foreign file.
 
-    start: of the content. A file that is there must be empty or begin with it.
+    Args:
+        start: the first bytes of the content. An existing file must be empty or begin with them.
     """
     file = path.resolve()
     remedy = "give another file"
@@ -246,7 +252,7 @@ def is_model_folder(folder: Path) -> bool:
 
 
 def beginning(file: Path, length: int = len(RESULTS)) -> bytes | None:
-    """The first bytes of a file; None of what is no regular file."""
+    """The first bytes of a file; None if it is not a regular file."""
     if not file.is_file():
         return None
     with file.open("rb") as content:
@@ -254,8 +260,8 @@ def beginning(file: Path, length: int = len(RESULTS)) -> bytes | None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file in one step. If that fails, the file before it stays, and a WriteError says
-    where the new one is.
+    """Write a file in one step. If that fails, the previous file stays, the content is saved to a
+    temporary folder, and a WriteError names it.
     """
     data = content.encode() if isinstance(content, str) else content
     file = path.resolve()
@@ -274,7 +280,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def fsync_and_rename(temporary: Path, file: Path) -> None:
-    """Rename a file to its final name once its bytes are on the disk."""
+    """Sync a file to the disk, then rename it to its final name."""
     sync(temporary)
     temporary.rename(file)
     sync(file.parent)

@@ -1,6 +1,4 @@
-"""Teach transformers to load and save compressed folders: `from_pretrained` works after `import
-hasslefree`.
-"""
+"""Register the format with transformers, so that `from_pretrained` loads compressed folders."""
 
 import logging
 from collections.abc import Collection
@@ -51,7 +49,7 @@ class HasslefreeConfig(QuantizationConfigMixin):
 
 
 class HasslefreeQuantizer(HfQuantizer):
-    """Replaces the layers that the config lists by `SparseLowRankLinear`, before the weights are
+    """Replaces the layers that the config lists with `SparseLowRankLinear`, before weights are
     read.
     """
 
@@ -107,10 +105,9 @@ class HasslefreeQuantizer(HfQuantizer):
         return super().update_weight_conversions(kept, model)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
-        # For transformers this forbids .half(), .float() and training; here the values are floats
-        # like any others.
+        # If True, transformers would forbid .half(), .float() and training.
         model.is_quantized = False  # type: ignore[assignment]
-        # The configuration has the names of transformers, and `save_pretrained` keeps them.
+        # `save_pretrained` must keep transformers' names, which the configuration lists.
         model._weight_conversions = []  # type: ignore[assignment]
         decode_layers(model)
         slow = layers_without_numba(model)
@@ -143,15 +140,15 @@ def converts(conversion: Any, names: Collection[str]) -> bool:
 
 
 def name_in_model(listed: str, model: Any, names: Collection[str]) -> str:
-    """The name in a model of a layer that config.json lists.
+    """The name that a layer listed in config.json has in a model.
 
-    Names begin with a prefix in models with a head, and without it in those of `AutoModel`.
+    Models of `AutoModel` lack the prefix that names have in models with a head.
 
     Args:
         names: of the layers of the model.
 
     Returns:
-        One of the names; `listed` if none is that of the layer.
+        One of the names; `listed` if none matches.
     """
     prefix = f"{model.base_model_prefix}."
     for name in (listed, listed.removeprefix(prefix), prefix + listed):
@@ -161,7 +158,7 @@ def name_in_model(listed: str, model: Any, names: Collection[str]) -> str:
 
 
 def is_unused_head(spec: LayerSpec, model: Any) -> bool:
-    """Tell whether a layer is the output head of another class, and the model has none."""
+    """Return True if a layer is an output head, judging by its shape, and the model has none."""
     if asked(model, "get_output_embeddings")[1] is not None:
         return False
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
@@ -169,16 +166,14 @@ def is_unused_head(spec: LayerSpec, model: Any) -> bool:
 
 
 def empty_layer(site: Site, name: str, spec: LayerSpec) -> SparseLowRankLinear:
-    """The layer to load into, with the dtype and device of the one that it replaces. name: in the
-    model.
-    """
+    """A layer without values, with the dtype and device of the dense layer. name: in the model."""
     check_shape(name, spec, site.shape)
     weight = site.parameter
     return SparseLowRankLinear(spec, site.bias is not None, weight.dtype, weight.device)
 
 
 def empty_end(end: End, model: nn.Module, spec: LayerSpec) -> SparseLowRankLinear:
-    """The layer to load into for the matrix of the embedding or the head."""
+    """A layer without values for the matrix of the embedding or the head."""
     check_shape(end.name, spec, end.shape)
     try:
         return end.empty_layer(model, spec)
@@ -198,7 +193,7 @@ def check_shape(name: str, spec: LayerSpec, shape: tuple[int, int]) -> None:
 
 
 def register_format() -> None:
-    """Make the quantizer known to transformers. Calling it again does nothing."""
+    """Register the quantizer with transformers, unless it is registered already."""
     if QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
         register_quantizer(QUANT_METHOD)(HasslefreeQuantizer)
         register_quantization_config(QUANT_METHOD)(HasslefreeConfig)

@@ -28,18 +28,18 @@ from hasslefree.texts.shares import MIXED
 from hasslefree.units import duration, significant, size, span
 from hasslefree.validation import Count, Figure, InvalidError, Share, validated
 
-# In the name of a layer in a block.
+# Part of the name of every layer in a block.
 IN_BLOCK = re.compile(r"\.\d+\.")
-# A number that JSON holds.
+# A number that JSON can represent.
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-# The layers that a verdict names.
+# The number of layers that a verdict names.
 LOST_MOST = 3
 # The remark on a layer of an expert that no calibration token was routed to.
 NEVER_ROUTED = (
     "no calibration token was routed to this expert: it was fitted without inputs (H = I)"
 )
-# Two increases of log perplexity differ if by more than this share of the smaller one, and by more
-# than chance on a few thousand tokens.
+# Two increases of log perplexity differ if their difference is larger than this share of the
+# smaller one, and larger than chance on a few thousand tokens.
 MUCH = 0.5
 LITTLE = 0.005
 
@@ -49,14 +49,15 @@ class LayerRecord:
     """One compressed layer.
 
     Args:
-        name: in the model. spec: of the result; its `nonzeros` are the entries of S that are not
-            zero.
-        relative_error: with the undamped Gram, after the cast to the dtype of the model; and before
-            it.
-        bytes, dense_bytes: of its weight as stored, and before.
+        name: in the model.
+        spec: of the result; its `nonzeros` are the entries of S that are not zero.
+        relative_error: with the undamped Gram, after the cast to the dtype of the model.
+        relative_error_before_cast: the same before the cast.
+        bytes: the size of the stored weight.
+        dense_bytes: the size of the dense weight.
         seconds: of the decomposition, including its share of the factorisation.
-        history: the objective of the method, whenever it measures or estimates it.
-        remarks: what is unusual, one sentence each.
+        history: the objective of the method, whenever the method measures or estimates it.
+        remarks: unusual facts, one sentence each.
     """
 
     name: str
@@ -73,7 +74,12 @@ class LayerRecord:
     def of(
         cls, name: str, spec: LayerSpec, result: Decomposition, seconds: float, stored: int
     ) -> Self:
-        """The record of a decomposition. spec: of the stored layer. stored: its size in bytes."""
+        """The record of a decomposition.
+
+        Args:
+            spec: of the stored layer.
+            stored: the size of the layer, in bytes.
+        """
         spec = dataclasses.replace(spec, nonzeros=int(result.sparse.count_nonzero()))
         history = result.history
         remarks = result.remarks
@@ -93,7 +99,7 @@ class LayerRecord:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """For compression.json, without the seconds: the fields of the spec are among the others,
+        """The entry of compression.json, without the seconds. The fields of the spec are inlined,
         its shape as `out` and `width`.
         """
         spec = self.spec.to_dict()
@@ -104,12 +110,13 @@ class LayerRecord:
 
 
 class PredictionRecord(TypedDict):
-    """What prediction matching did to a model.
+    """The result of prediction matching.
 
     before, after: mean KL(dense ‖ compressed) per token, in nats, on the validation segments. after
         ≤ before.
-    history, learning_rate: the same, and the rate, since the last retreat. tokens: the number of
-    training tokens.
+    history: the same at each validation since the last retreat.
+    learning_rate: its peak since the last retreat.
+    tokens: the number of training tokens.
     """
 
     before: Figure
@@ -133,8 +140,10 @@ class KLRecord(TypedDict):
 
 
 class HeldOutRecord(TypedDict):
-    """Perplexities on text that nothing has read; None if not finite. segments: each of the
-    record's seqlen tokens. kl: on the same tokens; None if it is not finite.
+    """Perplexities on held-out text; None if not finite.
+
+    segments: their number; each has the record's seqlen tokens.
+    kl: on the same tokens; None if it is not finite.
     """
 
     dense: Figure | None
@@ -145,7 +154,7 @@ class HeldOutRecord(TypedDict):
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What was held out: more of the calibration's text, and code. None for what was not."""
+    """Results on held-out text of the calibration's kind, and on code; None if not measured."""
 
     text: HeldOutRecord | None = None
     code: HeldOutRecord | None = None
@@ -156,22 +165,25 @@ class Record:
     """A whole compression.
 
     Args:
-        recipe: its fields. method: with all its hyper-parameters. versions: of the libraries.
-        seqlen: as resolved for the model. tokens: of the calibration text. first_tokens: the ids
-            with which all its segments begin, as the tokenizer begins a text. texts: the tokens of
-            each text in it. left_out: why, by the names of the texts that could not be read.
-        predictions: what prediction matching did; None without it. held_out, held_out_code: None if
-            no perplexity was measured.
+        recipe: its fields.
+        method: with all hyper-parameters.
+        versions: of the libraries.
+        seqlen: as resolved for the model.
+        tokens: the number of calibration tokens.
+        predictions: the result of prediction matching; None without it.
+        held_out, held_out_code: None if no perplexity was measured.
         sensitivities: by the name of each layer, the estimated divergence of the model's
             predictions, in nats per token, when that layer alone is pruned, or rounded to the
             fewest bits that it may get. None where the allocation did not measure it.
-        dense: the full names of what stayed dense automatically, such as routers.
+        dense: the full names of the matrices that stayed dense automatically, such as routers.
         towers: the names of the modules for other inputs than text, which are unchanged.
-        other_bytes: of all tensors outside the compressed layers.
-        own_segments: whether the calibration tokens were given, not drawn from the text that the
-            recipe names.
-        from_memory: whether a loaded model was given, which may have been changed after loading.
-        phases: how long each phase of the run took.
+        other_bytes: the size of all tensors outside the compressed layers.
+        own_segments: the calibration tokens were given, not drawn from the recipe's text.
+        from_memory: a loaded model was given, which may have been changed after loading.
+        first_tokens: the ids with which every segment begins, as the tokenizer begins a text.
+        texts: the number of tokens from each calibration text, by name.
+        left_out: the texts that could not be read, with the reasons.
+        phases: the duration of each phase of the run.
     """
 
     model: str
@@ -222,17 +234,17 @@ class Record:
 
     @property
     def bits(self) -> list[float]:
-        """Those of each matrix that is on a grid, on average if they are entropy-coded."""
+        """The bits of each matrix on a grid: their average if the codes are entropy-coded."""
         return [layer.spec.grid.stored_bits for layer in self.layers if layer.spec.grid]
 
     @property
     def ranks(self) -> list[int]:
-        """Those of all matrices; empty if none has a low-rank one."""
+        """The ranks of all matrices; empty if all are 0."""
         ranks = [layer.spec.rank for layer in self.layers]
         return ranks if any(ranks) else []
 
     def changes(self) -> str:
-        """What became of the matrices, in words."""
+        """A sentence on what was done to the matrices."""
         done = []
         if self.patterns:
             done.append(f"pruned ({', '.join(self.patterns)})")
@@ -256,8 +268,8 @@ class Record:
         return sum(layer.dense_bytes for layer in self.layers)
 
     def verdict(self) -> dict[str, str]:
-        """What came of the compression, by what it says: sizes, perplexity, the layers that lost
-        most, and the time.
+        """The main results by heading: sizes, perplexity, the layers with the largest errors, and
+        the time.
         """
         other = self.other_bytes
         rows = {
@@ -303,8 +315,8 @@ class Record:
         return f"<table>{rows}</table>"
 
     def to_json(self) -> str:
-        """compression.json: all but the seconds, so that the same recipe, model and machine give
-        the same bytes.
+        """The content of compression.json. It has no durations: the same recipe, model and machine
+        give the same bytes.
         """
         totals = (
             "mean_relative_error",
@@ -320,7 +332,7 @@ class Record:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Self:
-        """Read back what `to_json` wrote; all seconds are 0. Raises an InvalidError."""
+        """The inverse of `to_json`, with all seconds 0. Raises an InvalidError."""
         if not content.get("layers"):
             raise InvalidError("layers", "it lists no layers")
         nested = []
@@ -346,7 +358,7 @@ def read_record(folder: Path) -> Record:
 
 
 def versions(*more: str) -> dict[str, str]:
-    """The versions of the libraries that a figure depends on. more: further ones."""
+    """The versions of the libraries that results depend on. more: names of further libraries."""
     packages = ("hasslefree", "torch", "transformers", *more)
     return {package: importlib.metadata.version(package) for package in packages}
 
@@ -356,7 +368,9 @@ def shrunk(dense: int, stored: int) -> str:
 
 
 def perplexities(report: Record) -> str:
-    """Before and after, with the text and what limits them; or why there are none."""
+    """Perplexity before and after, with the text that it was measured on, or the reason why it was
+    not measured.
+    """
     if report.held_out is None:
         if report.own_segments:
             return "not measured (the calibration tokens were given from Python)"
@@ -373,7 +387,9 @@ def perplexities(report: Record) -> str:
 
 
 def perplexity_of_code(report: Record, code: HeldOutRecord) -> str:
-    """Before and after, and whether code loses much more or less than the calibration's text."""
+    """Perplexity of code before and after, with a remark if the increase differs much from that on
+    the calibration's kind of text.
+    """
     measured = measured_on(report, code, "of Python's library")
     on_text = increase(report.held_out)
     on_code = increase(code)
@@ -391,7 +407,7 @@ def perplexity_of_code(report: Record, code: HeldOutRecord) -> str:
 
 
 def kl_record(comparison: Comparison) -> KLRecord | None:
-    """Summarise a comparison; None if there is nothing in it, or NaN."""
+    """Summarise a comparison; None if it is empty or not finite."""
     if not comparison.kl:
         return None
     ascending = comparison.sorted()
@@ -417,7 +433,7 @@ def measured_on(
     measured: HeldOutRecord,
     source: str,
 ) -> str:
-    """Both perplexities in words, and the text. source: of its tokens."""
+    """Both perplexities in words, with the number of held-out tokens and their source."""
     before = measured["dense"]
     after = measured["compressed"]
     shown = ["not finite" if value is None else f"{value:.2f}" for value in (before, after)]
@@ -429,7 +445,7 @@ def measured_on(
 
 
 def increase(measured: HeldOutRecord | None) -> float | None:
-    """Of the logarithm of the perplexity; None if that was not measured, or is not finite."""
+    """The increase of log perplexity; None if it was not measured, or is not finite."""
     before = measured["dense"] if measured else None
     after = measured["compressed"] if measured else None
     if before and after:
@@ -438,8 +454,8 @@ def increase(measured: HeldOutRecord | None) -> float | None:
 
 
 def command_of(report: Record, trust_remote_code: bool = False) -> str | None:
-    """The command that makes the same folder again, without this version's defaults; None if its
-    tokens or its model were given from Python.
+    """The command that repeats the compression, without options that have this version's default;
+    None if its tokens or its model were given from Python.
     """
     if report.own_segments or report.from_memory:
         return None

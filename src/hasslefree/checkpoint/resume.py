@@ -1,5 +1,5 @@
-"""The folder of an unfinished compression. It holds every finished block, and a journal that lists
-them with what they depend on, so that the run can be resumed.
+"""The folder of an unfinished compression. It holds every finished block, and a journal of the
+blocks and all that they depend on, so that the run can be resumed.
 """
 
 import concurrent.futures
@@ -39,10 +39,9 @@ from hasslefree.validation import InvalidError, validated
 
 JOURNAL = "progress.json"
 OUTPUT_WEIGHTS = "output_weights.safetensors"
-# 1.4 KB for each matrix, of which models have up to 70,000. It was written on this machine.
+# Largest size of a journal. It has 1.4 KB per matrix, and models have up to 70,000 matrices.
 MOST_BYTES = 1 << 30
-# What the names of files begin with: those with the values of the finished model, and those that
-# are still to be trained.
+# Prefixes of file names: for values of the finished model, and for values that are trained later.
 FINAL = "model"
 FITTED = "fitted"
 PART = rf"({FINAL}|{FITTED})-\d+-of-\d+\.safetensors"
@@ -64,8 +63,11 @@ class FinishedPart:
     """A finished part of the model: the tensors outside the blocks, or one block.
 
     Args:
-        file: its name. sha256: of its bytes. tensors: their names and sizes in bytes.
-        entries: those of config.json for its compressed layers. layers: their records.
+        file: the name of the file.
+        sha256: of the bytes of the file.
+        tensors: the sizes of the tensors in bytes, by name.
+        entries: of config.json, for the compressed layers, by name.
+        layers: the records of the compressed layers.
     """
 
     file: Annotated[str, Field(pattern=f"^{PART}$")]
@@ -77,12 +79,12 @@ class FinishedPart:
 
 @dataclass(frozen=True)
 class Dealt:
-    """A plan that is not uniform, and what was measured for it.
+    """A plan that is not uniform, and the measurements behind it.
 
     Args:
-        matrices: those of the ends, and of each block, by name.
+        matrices: the specs of the ends, and of the layers of each block, by name.
         sensitivities: as for `allocate.allocation.Allocation`.
-        sha256: of the file with its output weights; None without any.
+        sha256: of the file of output weights; None without any.
     """
 
     matrices: list[dict[str, LayerSpec]]
@@ -95,12 +97,12 @@ class Progress:
     """The content of a journal.
 
     Args:
-        parts: the first one holds what is outside the blocks, each of the others a block.
+        parts: first the tensors outside the blocks, then one part for each finished block.
         identity: everything that the result depends on, as JSON.
-        dealt: the plan; None if it is uniform, or was not made.
-        predictions: the record of prediction matching, once all blocks have the matched values.
-        held_out: what was measured after it.
-        seconds: of the runs that led to this.
+        dealt: the plan; None if it is uniform, or not made yet.
+        predictions: the record of prediction matching, once the files have the matched values.
+        held_out: the results on held-out text, measured at the end.
+        seconds: the total duration of the runs so far.
     """
 
     parts: list[FinishedPart]
@@ -117,7 +119,7 @@ class Progress:
 
     @property
     def bytes(self) -> int:
-        """The size of the finished parts."""
+        """The size of the finished parts, in bytes."""
         return sum(size for part in self.parts for size in part.tensors.values())
 
     def __str__(self) -> str:
@@ -125,10 +127,10 @@ class Progress:
         return f"{len(self.blocks)} finished block{plural}"
 
     def check_identity(self, identity: dict[str, Any]) -> None:
-        """Raise an OutputError if this run depends on other things than the finished parts.
+        """Raise an OutputError if the finished parts were made with other settings than this run's.
 
         Args:
-            identity: everything that this run depends on; without the plan, before it is made.
+            identity: everything that this run depends on, without the plan if none is made yet.
         """
         if self.identity is None:
             return
@@ -141,20 +143,20 @@ class Progress:
             )
 
     def record_identity(self, identity: dict[str, Any]) -> None:
-        """Check everything that this run depends on, and record it."""
+        """Check the identity of this run, and record it."""
         self.check_identity(identity)
         self.identity = as_json(identity)
 
     def write(self, folder: Path) -> None:
         """Write the journal of an unfinished folder."""
         temporary = folder / f".{JOURNAL}"
-        # A configuration may hold an infinity, as that of Mamba 2 does, and Python reads it again.
+        # Infinity is allowed: some configurations (Mamba 2) have one, and Python can read it back.
         temporary.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
         fsync_and_rename(temporary, folder / JOURNAL)
 
 
 def read_progress(folder: Path) -> Progress:
-    """The journal of an unfinished folder; without parts if there is none."""
+    """Read the journal of an unfinished folder; an empty Progress if there is none."""
     file = folder / JOURNAL
     if not file.exists():
         return Progress([])
@@ -166,8 +168,8 @@ def read_progress(folder: Path) -> Progress:
 
 
 def intact_progress(folder: Path) -> Progress:
-    """The journal of an unfinished folder, up to the first part whose file is missing, and without
-    a plan whose file is missing.
+    """Read a journal, and drop the parts from the first one on whose file is missing, and the plan
+    if its file is missing.
 
     Raises:
         CheckpointError: a file is damaged.
@@ -194,7 +196,7 @@ def intact_progress(folder: Path) -> Progress:
         parts.append(part)
     if not parts:
         return Progress([], progress.identity)
-    # All blocks are trained together: if the file of one is missing, all are dropped.
+    # All blocks are trained together: if one is missing, drop all.
     if progress.predictions is not None and len(parts) < len(progress.parts):
         return Progress(parts[:1], progress.identity, progress.dealt)
     progress.parts = parts
@@ -202,7 +204,7 @@ def intact_progress(folder: Path) -> Progress:
 
 
 def check_bytes(file: Path, expected: str, consequence: str) -> None:
-    """Raise a CheckpointError unless a file has this SHA-256. consequence: of deleting it."""
+    """Raise a CheckpointError unless a file has this SHA-256. consequence: of deleting the file."""
     if sha256(file) != expected:
         raise CheckpointError(
             f"{file} is damaged (wrong SHA-256). Delete it and use {option('resume', True)}:"
@@ -217,7 +219,7 @@ def as_json(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
-    """The fields in which two JSON values differ, with both values."""
+    """Yield a phrase for each field in which two JSON values differ."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in before | now:
             inner = f"{name}.{key}" if name else key
@@ -232,14 +234,16 @@ def sha256(file: Path) -> str:
 
 
 class Unfinished:
-    """`OUT.unfinished`, next to OUT: a lock, a journal, and in `model/` the content of OUT.
+    """`OUT.unfinished`, next to OUT: a lock, a journal, and in `model/` the future content of OUT.
 
     No file is ever incomplete: files are written under a temporary name, synced, and renamed. With
     `background_writes`, a thread writes a part while the next one is computed, which takes the
     memory of one more part.
 
-    bytes: the size of the parts that were finished before this run; those that it does not continue
-        stay until `discard_earlier`. overwrite: as for `check_output`.
+    Args:
+        bytes: the size of the parts that were finished before this run. If the run does not
+            continue from them, they stay until `discard_earlier`.
+        overwrite: as for `check_output`.
     """
 
     def __init__(
@@ -262,7 +266,7 @@ class Unfinished:
 
     @property
     def seconds(self) -> float:
-        """Since the compression began, in all of its runs, but for work that was lost."""
+        """The duration of the compression, over all of its runs, without work that was lost."""
         return time.perf_counter() - self._began
 
     def add(
@@ -272,14 +276,14 @@ class Unfinished:
         entries: dict[str, Entry],
         layers: list[LayerRecord],
     ) -> None:
-        """Write one more part, after the part before it; once it is on the disk, the journal lists
-        it.
+        """Write the next part once the one before is written, and list it in the journal.
 
-        tensors: by their names; they must not change until `wait` has returned. entries, layers: as
-            for `FinishedPart`.
+        Args:
+            tensors: by name; they must not change until `wait` has returned.
+            entries, layers: as for `FinishedPart`.
         """
         self.wait()
-        # Frees GPU memory for the next part.
+        # This frees GPU memory for the next part.
         on_cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
         sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
 
@@ -294,7 +298,7 @@ class Unfinished:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until all parts are written. Raises an OutputError if the last one could not be."""
+        """Wait until all parts are written. Raises an OutputError if writing failed."""
         for write in self.writes:
             write.result()
 
@@ -303,7 +307,7 @@ class Unfinished:
         self.progress.write(self.folder)
 
     def keep_plan(self, dealt: Dealt, output_weights: Mapping[str, Tensor]) -> None:
-        """Keep a plan and its output weights; the journal lists them from the next part on."""
+        """Store a plan and its output weights. The journal lists them when a part is next added."""
         if output_weights:
             with resumable(self.folder):
                 written = save(self.folder / OUTPUT_WEIGHTS, output_weights)
@@ -311,16 +315,17 @@ class Unfinished:
         self.progress.dealt = dealt
 
     def output_weights(self, dealt: Dealt) -> dict[str, Tensor]:
-        """The output weights of the plan that is kept."""
+        """Read the output weights of the stored plan."""
         if dealt.sha256 is None:
             return {}
         return read_tensors(self.folder / OUTPUT_WEIGHTS)
 
     def rewrite(self, blocks: Iterable[dict[str, Tensor]], predictions: PredictionRecord) -> None:
-        """Replace the values and files of all blocks: the journal then lists all new files, or
-        none.
+        """Replace the files of all blocks. The journal lists either all new files or none.
 
-        blocks: the tensors of each. predictions: the record of the matching.
+        Args:
+            blocks: the tensors of each block.
+            predictions: the record of prediction matching.
         """
         with resumable(self.model):
             new = self.progress.parts[:1]
@@ -336,11 +341,11 @@ class Unfinished:
                 (self.model / part.file).unlink()
 
     def read(self, part: FinishedPart) -> dict[str, Tensor]:
-        """The tensors of a part, on the CPU."""
+        """Read the tensors of a part, on the CPU."""
         return read_tensors(self.model / part.file)
 
     def finish(self, fill: Callable[[Path], None]) -> None:
-        """Replace OUT by the folder. fill: writes the files that are still missing."""
+        """Replace OUT with the folder. fill: writes the files that are still missing."""
         with resumable(self.model):
             (self.model / FILES).touch()  # for `others`
             fill(self.model)
@@ -356,19 +361,19 @@ class Unfinished:
             put_in_place(self.model, self.out, self.overwrite, self.folder / BEFORE)
 
     def sweep(self, progress: Progress) -> None:
-        """Remove what a killed process left incomplete. progress: what it had finished."""
+        """Remove the incomplete files of a killed process. progress: the journal it left."""
         shutil.rmtree(self.scratch, ignore_errors=True)
         self.scratch.mkdir()
         self.model.mkdir(exist_ok=True)
         self._remove_unlisted(progress)
 
     def discard_earlier(self) -> None:
-        """Remove the parts of an earlier run: this one has passed its checks."""
+        """Remove the parts of an earlier run that this run does not continue."""
         with resumable(self.folder):
             self._remove_unlisted(self.progress)
 
     def _remove_unlisted(self, progress: Progress) -> None:
-        """Remove all parts but the finished ones, and the journal if there are none."""
+        """Remove all files but the finished parts, and the journal if there are none."""
         listed = {part.file for part in progress.parts}
         for path in self.model.iterdir():
             if path.name not in listed:
@@ -378,7 +383,7 @@ class Unfinished:
 
 
 def save(file: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write a file that is never incomplete, and return the SHA-256 of its bytes."""
+    """Write a safetensors file in one step, and return its SHA-256."""
     temporary = file.with_name(f".{file.name}")
     contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, temporary, metadata={"format": "pt"})
@@ -387,7 +392,7 @@ def save(file: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file, on the CPU."""
+    """Read all tensors of a file, on the CPU."""
     return {name: tensor.read() for name, tensor in read_header(file).items()}
 
 
@@ -397,11 +402,12 @@ def unfinished_folder(out: Path) -> Path:
 
 @contextmanager
 def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]:
-    """The unfinished folder of OUT, locked by this process. If no block is finished at the end, it
-    is removed.
+    """Open and lock the unfinished folder of OUT; remove it at the end if no block is finished.
 
-    out: resolved. overwrite: finished parts may be discarded. resume: continue from finished parts,
-    if there are any.
+    Args:
+        out: a resolved path.
+        overwrite: discard finished parts if there are any.
+        resume: continue from finished parts if there are any.
     """
     folder = unfinished_folder(out)
     foreign = others(folder)
@@ -446,9 +452,9 @@ def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]
 
 
 def others(folder: Path) -> list[Path]:
-    """What is at the place of an unfinished folder, or in it, and was written by something else.
+    """Files at the path of an unfinished folder, or in it, that hasslefree did not write.
 
-    In `model`, the files of hasslefree are known until `finish` begins.
+    Files in `model` are checked only until `finish` begins.
     """
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         return [folder]
@@ -461,7 +467,7 @@ def others(folder: Path) -> list[Path]:
 
 
 def describe_progress(out: Path) -> str:
-    """Which finished blocks an interrupted compression to OUT has left, in words."""
+    """Describe the finished blocks that an interrupted compression to OUT has left."""
     folder = unfinished_folder(out.resolve())
     progress = read_progress(folder)
     if not progress.parts:
