@@ -127,7 +127,7 @@ def test_too_few_minutes_say_how_to_go_on(place, monkeypatch, capsys):
     code, text = run(monkeypatch, capsys, "compress", "MODEL", "NEW", *words)
     assert code == 2
     assert re.search(
-        r"^error: 0.0001 minutes are too short: by the speed of the first 3 blocks, the layers alone take \d+ minutes, "
+        r"^error: 0.0001 minutes are too short: at the speed of the first 3 blocks, the layers alone take \d+ minutes, "
         r"and fine-tuning comes after them; the finished blocks are kept: continue with --resume and --minutes \d+\n$",
         text,
         re.MULTILINE,

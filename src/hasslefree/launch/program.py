@@ -64,10 +64,10 @@ def is_runnable(module: str) -> bool:
     """Whether `python -m` runs a module of this name: a plain module, or a package with
     __main__.
     """
-    sys.path.insert(0, os.getcwd())  # as `python -m` looks there first
+    sys.path.insert(0, os.getcwd())  # `python -m` looks there first
     try:
         spec = importlib.util.find_spec(module)
-    except (Exception, SystemExit):  # whatever a package raises that is imported on the way
+    except (Exception, SystemExit):  # a parent package may raise anything when it is imported
         return False
     finally:
         del sys.path[0]

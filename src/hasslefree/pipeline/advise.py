@@ -72,8 +72,8 @@ def advise(
     resolved = recipe.resolve()
     if resolved.size is None or resolved.allocate != "error":
         raise RecipeError(
-            f"advice shows how a size is dealt to layers: give {option('size')}, and leave out"
-            " allocate"
+            f"advice shows how a size is divided among layers: give {option('size')}, and leave"
+            " out allocate"
         )
     check_storage(activations)
     target = target_of(model, device)
@@ -88,7 +88,7 @@ def advise(
             name, loaded, tokenizer = open_model(
                 model, recipe.dtype, Path(scratch), tokenizer, trust_remote_code
             )
-        weights = Weights(loaded, target)  # it finds out which weights are tied
+        weights = Weights(loaded, target)  # first, because it detects tied weights
         resolved, selection, plan = select_and_plan(loaded, resolved)
         with_fewer_bits = uniform_plans(loaded, selection, resolved)[1:]
         # Before any block is read: tied weights are counted once.

@@ -150,11 +150,11 @@ def check_time(job: Job, needed: float) -> None:
     if deadline is None:
         return
     given = deadline - job.walk.phases.began
-    left = job.world.broadcast(deadline - time.perf_counter() - needed)  # by the clock of one
+    left = job.world.broadcast(deadline - time.perf_counter() - needed)  # clocks differ
     if left <= 0:
         least = math.ceil((given - left) / 60)
         raise RecipeError(
-            f"{given / 60:g} minutes are too short: by the speed of the first {TIMED}"
+            f"{given / 60:g} minutes are too short: at the speed of the first {TIMED}"
             f" blocks, the layers alone take {least} minutes, and fine-tuning comes after them; the"
             " finished blocks are kept: continue with"
             f" {option('resume', True)} and {option('minutes', 2 * least)}",
@@ -193,7 +193,7 @@ def write_outside(
             add_part(job, 0, tensors, done)
             writing.advance()
             with writing.running():
-                work.wait()  # else what is outside the blocks stays in memory beside the first one
+                work.wait()  # else these tensors stay in memory beside the first block
     use_ends(job, layers)
 
 
@@ -283,7 +283,7 @@ def compress_block(task: Task, hidden: Activations) -> list[Done]:
             task.collecting.advance(sum(len(group) for group in together))
             with task.solving.running():
                 done += compress_groups(task, together, grams)
-            del grams  # they need not be in memory beside the next ones
+            del grams  # free them before the next ones are computed
     return done
 
 
@@ -304,8 +304,9 @@ def runs_at_once(
         reads: from `tensors_read`.
         hidden: inputs of the block.
     """
-    called_once = all(len(tensors) == 1 for tensors in reads.values())
-    if job.resolved.sequential != "layer" or not called_once:
+    if job.resolved.sequential != "layer":
+        return False
+    if any(len(tensors) > 1 for tensors in reads.values()):
         return False
     shapes = {name: plan.shape for name, plan in plans.items()}
     tokens = len(hidden) * hidden.states.shape[1]

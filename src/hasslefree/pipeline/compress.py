@@ -161,7 +161,7 @@ def compress(
             name, loaded, tokenizer = open_model(
                 model, resolved.dtype, scratch, tokenizer, trust_remote_code
             )
-        weights = Weights(loaded, target)  # it finds out which weights are tied
+        weights = Weights(loaded, target)  # first, because it detects tied weights
         resolved, selection, plan = select_and_plan(loaded, resolved)
         log_what_stays_dense(loaded, selection)
         # Before any block is read: tied weights are counted once.
@@ -239,12 +239,12 @@ def log_what_stays_dense(model: PreTrainedModel, selection: Selection) -> None:
     """Log the matrices and modules that are not compressed, though no recipe names them."""
     for line in selection.reasons():
         logger.info("kept dense automatically: %s", line)
-    beside = other_modalities(model, selection.blocks)
-    if beside:
+    towers = other_modalities(model, selection.blocks)
+    if towers:
         logger.info(
             "only the text decoder is compressed, and only text is used for calibration; %s stay"
             " dense",
-            ", ".join(beside),
+            ", ".join(towers),
         )
 
 
@@ -295,7 +295,7 @@ def allocate(job: Job) -> Allocation:
         allocation = by_outliers(job.walk, plan, job.resolved, segments, job.world)
     else:
         allocation = by_sensitivity(job.walk, plan, job.resolved, job.room, segments, job.world)
-        allocation = dataclasses.replace(allocation, choices=Choices())  # others need none
+        allocation = dataclasses.replace(allocation, choices=Choices())  # `advise` alone needs them
     allocation = job.world.broadcast(allocation)
     if job.world.writes:
         keep(allocation, job.work)
@@ -324,14 +324,17 @@ def kept(dealt: Dealt, uniform: Plan, work: Unfinished) -> Allocation:
     return Allocation(Plan(blocks, ends), dealt.sensitivities, work.output_weights(dealt))
 
 
-def phases_to_skip(job: Job) -> tuple[str, ...]:
-    """The phases that have an expected time, and that this run does not have."""
-    dealt = () if job.work.progress.dealt is None else (PROBES, ALLOCATION)
-    if job.work.progress.predictions is not None:
-        return (*dealt, REFERENCE, PREDICTIONS, CHECK)
-    if job.texts is None:
-        return (*dealt, CHECK)
-    return dealt
+def phases_to_skip(job: Job) -> list[str]:
+    """The phases that this run skips although the setup expects them."""
+    progress = job.work.progress
+    skipped: list[str] = []
+    if progress.dealt is not None:
+        skipped += [PROBES, ALLOCATION]
+    if progress.predictions is not None:
+        skipped += [REFERENCE, PREDICTIONS, CHECK]
+    elif job.texts is None:
+        skipped.append(CHECK)
+    return skipped
 
 
 def run_dense_model(job: Job) -> tuple[Reference | None, Check | None]:
@@ -379,15 +382,20 @@ def writing_files(job: Job) -> Iterator[Phase]:
     if job.resolved.match_predictions:
         files += blocks
     with job.walk.phases.phase(WRITING, files, "files", running=False) as writing:
-        if len(progress.parts) > 1:
-            finished = f"{len(progress.parts) - 1} of {blocks} blocks"
-            matched = ", prediction matching included" if progress.predictions else ""
+        if progress.blocks:
+            done = len(progress.parts)
+            matched = ""
+            if progress.predictions:
+                done += blocks
+                matched = ", prediction matching included"
             logger.info(
-                "%s were finished in an earlier run%s: they are loaded, not compressed again",
-                finished,
+                "%d of %d blocks were finished in an earlier run%s: they are loaded, not compressed"
+                " again",
+                len(progress.blocks),
+                blocks,
                 matched,
             )
-            writing.skip(len(progress.parts) + (blocks if progress.predictions else 0))
+            writing.skip(done)
         yield writing
 
 

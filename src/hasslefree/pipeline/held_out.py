@@ -96,19 +96,21 @@ class Check:
         Returns:
             Nothing, with a warning, for a model without an output head.
         """
-        of_text = len(self.segments) - self.of_code
+        count = len(self.segments)
+        of_text = count - self.of_code
         walk = self.walk
+        code = None
         try:
-            with walk.phases.phase(CHECK, len(self.segments), "segments") as phase:
-                measured = [self.compare(range(of_text), phase)]
+            with walk.phases.phase(CHECK, count, "segments") as phase:
+                text = self.compare(range(of_text), phase)
                 if self.of_code:
-                    measured.append(self.compare(range(of_text, len(self.segments)), phase))
+                    code = self.compare(range(of_text, count), phase)
         except ModelError:
             logger.warning(
                 "no perplexity is measured: %s has no output head", type(walk.model).__name__
             )
             return HeldOut()
-        return HeldOut(*measured)
+        return HeldOut(text, code)
 
     @torch.no_grad()
     def compare(self, indices: range, phase: Phase) -> HeldOutRecord:

@@ -128,7 +128,7 @@ def compress_layer(
     start = time.perf_counter()
     full_name = f"{task.visit.prefix}.{name}"
     site = find_site(task.visit.block, name)
-    weight = site.weight().to(plan.dtype)  # while the block computes, its dtype may be another
+    weight = site.weight().to(plan.dtype)  # a block that is computing may have another dtype
     solver = with_grid(task.job.resolved.solver, plan.grid)
     weights = task.output_weights.get(full_name)
     if weights is not None:
@@ -284,34 +284,34 @@ def compress_end(job: Job, end: End, plan: LayerPlan, gram: Gram) -> Done:
         with memory_errors(f"compress {end.name}", weight.device):
             prepared = method.prepare(gram)
             parts: list[Decomposition] = []
-            losses: list[float] = []
+            norms: list[float] = []
             for here, solver in method.by_rows(weight, prepared):
                 rows = weight[here]
                 parts.append(solve_layer(rows, gram, solver, prepared, plan.kept, 0, seed=0))
-                losses.append(gram.loss(rows.to(working_dtype(rows))))
-        result = joined(parts, losses)
+                norms.append(gram.loss(rows.to(working_dtype(rows))))
+        result = joined(parts, norms)
         layer = end.kind.from_decomposition(result, getattr(module, "bias", None), plan.pattern)
     seconds = time.perf_counter() - start
     return layer, LayerRecord.of(end.name, layer.spec, result, seconds, layer.stored_bytes)
 
 
-def joined(parts: list[Decomposition], losses: Sequence[float]) -> Decomposition:
-    """The decomposition of a matrix from those of its rows, some at a time.
+def joined(parts: list[Decomposition], norms: Sequence[float]) -> Decomposition:
+    """Join the decompositions of consecutive rows of a matrix.
 
     Errors are relative to the norm of the rows, which are the weights of their mean.
 
     Args:
         losses: the squared norm of the rows of each part, tr(W H Wᵀ).
     """
-    norms = torch.tensor(losses).double()
+    squares = torch.tensor(norms).double()
     errors = torch.tensor([part.relative_error for part in parts]).double()
     before = torch.tensor([part.relative_error_before_cast for part in parts]).double()
-    total = norms.sum().item()
+    total = squares.sum().item()
     return Decomposition(
         torch.cat([part.sparse for part in parts]),
         LowRank(torch.cat([part.low_rank.u for part in parts]), parts[0].low_rank.v),
-        relative((errors * norms).sum().item(), total),
-        relative((before * norms).sum().item(), total),
+        relative((errors * squares).sum().item(), total),
+        relative((before * squares).sum().item(), total),
         (),
         tuple(dict.fromkeys(remark for part in parts for remark in part.remarks)),
         stacked([part.quantised for part in parts]),
@@ -332,8 +332,10 @@ def stacked(parts: Sequence[Any]) -> Any:
     whole = {}
     for field in dataclasses.fields(first):
         values = [getattr(part, field.name) for part in parts]
-        shared = field.name == "input_scale"
-        whole[field.name] = values[0] if shared else stacked(values)
+        if field.name == "input_scale":
+            whole[field.name] = values[0]
+        else:
+            whole[field.name] = stacked(values)
     kind: Any = type(first)
     return kind(**whole)
 

@@ -130,7 +130,7 @@ def write_card(folder: Path, model: PreTrainedModel, report: Record, has_files: 
         loader = auto_class(model.config).__name__
         own_code = model.is_remote_code()
         card = model_card(report, licence, loader, own_code, picture is not None)
-    except Exception as error:  # names and licences of a hub's card may hold anything
+    except Exception as error:  # a hub's card may contain anything
         logger.warning("no model card was written (%s: %s)", type(error).__name__, error)
         return
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -190,6 +190,6 @@ def draw_errors(report: Record) -> bytes | None:
 
         name = "relative-error"
         return png(layer_map(name, figures(report)[name]).svg())
-    except Exception as error:  # the engine of the charts raises anything, such as short memory
+    except Exception as error:  # the charting library may raise anything
         logger.warning("the model card has no picture: it could not be drawn (%s)", error)
         return None

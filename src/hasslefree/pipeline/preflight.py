@@ -206,7 +206,7 @@ def preflight(
     with weights.present(outside(model, blocks)):
         digests = {"outside": checked(outside_tensors(model, blocks))}
 
-    silent: dict[str, None] = {}  # in order
+    silent: dict[str, None] = {}  # an ordered set of the layers that have not run
 
     def note(name: str, _: Tensor) -> None:
         silent.pop(name, None)
@@ -226,14 +226,7 @@ def preflight(
     with hooks(handles), every_expert_called(model):
         first = segments[:1].to(setup.device)
         walk = Walk.open(model, blocks, weights, first, setup.storage, folder, inspect, phases)
-    if silent:
-        first_silent = next(iter(silent))
-        more = f" and {len(silent) - 1} more layers" if len(silent) > 1 else ""
-        raise ModelError(
-            f"{type(model).__name__} does not run {first_silent}{more} on text, so there are no"
-            " inputs to calibrate on. hasslefree compresses decoder-only language models; if this"
-            f" is one, keep these layers dense with {option('leave_dense')}"
-        )
+    check_ran(model, list(silent))
     if walk.width is not None:
         logger.info(
             "the blocks take extra inputs per token (%d values): more memory is used, results are"
@@ -242,6 +235,20 @@ def preflight(
         )
         weights.prefetch = check_memory(dataclasses.replace(setup, width=walk.width))
     return walk, digests
+
+
+def check_ran(model: PreTrainedModel, silent: list[str]) -> None:
+    """Raise a ModelError if planned layers did not run. silent: their names."""
+    if not silent:
+        return
+    more = ""
+    if len(silent) > 1:
+        more = f" and {len(silent) - 1} more layers"
+    raise ModelError(
+        f"{type(model).__name__} does not run {silent[0]}{more} on text, so there are no"
+        " inputs to calibrate on. hasslefree compresses decoder-only language models; if this"
+        f" is one, keep these layers dense with {option('leave_dense')}"
+    )
 
 
 def checked(tensors: Mapping[str, Tensor]) -> str:
@@ -254,7 +261,7 @@ def checked(tensors: Mapping[str, Tensor]) -> str:
         if is_finite(tensor):
             continue
         remedy = "download the model again, or use another"
-        if tensor.dtype == torch.float16:  # which has no larger numbers than 65,504
+        if tensor.dtype == torch.float16:  # its largest number is 65,504
             remedy = f"use {option('dtype', 'bfloat16')}, or {remedy}"
         raise NonFiniteError(f"the weight {name} contains NaN or Inf in {tensor.dtype}; {remedy}")
     return checksum(tensors.values())

@@ -56,12 +56,14 @@ def matching_text(job: Job) -> Tensor | None:
     if job.texts is not None:
         segments = job.texts.more(job.walk.phases, count)
     if len(segments) < count:
-        is_read_again = passes_over(len(segments), tokens, seqlen) > 1 or job.resolved.minutes
+        again = ""
+        if job.resolved.minutes or passes_over(len(segments), tokens, seqlen) > 1:
+            again = ", and is read more than once"
         logger.warning(
             "the calibration text has %d of the %d segments for fine-tuning%s",
             len(segments),
             count,
-            ", and is read more than once" if is_read_again else "",
+            again,
         )
     segments = segments[:count]
     least = max(2, job.world.size)
