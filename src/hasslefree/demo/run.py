@@ -29,9 +29,7 @@ NEW_TOKENS = 40
 
 
 def recipes(rounds: int) -> dict[str, Recipe]:
-    """The recipes to compare: 2:4 + rank 16, and 2:4 alone for sparsegpt. rounds: of hassle-free
-    alone.
-    """
+    """The recipes to compare: 2:4 + rank 16, or 2:4 alone for sparsegpt. rounds: of hassle-free."""
     base = Recipe(
         rank=16,
         calibration=str(CALIBRATION),
@@ -50,8 +48,11 @@ def recipes(rounds: int) -> dict[str, Recipe]:
 
 @dataclass(frozen=True)
 class DemoRow:
-    """One line of the demo. parameters: non-zeros of the whole model. seconds: of the
-    compression.
+    """A row of the demo's table.
+
+    Args:
+        parameters: the number of non-zeros of the whole model.
+        seconds: of the compression.
     """
 
     method: str
@@ -64,8 +65,14 @@ class DemoRow:
 def run_demo(
     out: Path | None, rounds: int, progress: Listener | None = None
 ) -> tuple[list[DemoRow], dict[str, str]]:
-    """The rows, first the dense model's, and the texts of the dense and the last model. out: where
-    models are kept.
+    """Compress the demo model with each recipe.
+
+    Args:
+        out: the folder in which models are kept; None to delete them.
+
+    Returns:
+        The rows, first that of the dense model, and the continuations by the dense and the last
+        model.
     """
     dense = load_model(str(MODEL)).num_parameters()
     rows = [DemoRow("dense", held_out_perplexity(MODEL), 0.0, dense, 0.0)]
@@ -87,7 +94,7 @@ def run_demo(
 
 
 def continuation(model: Path) -> str:
-    """The most probable continuation of PROMPT by a model folder."""
+    """The greedy continuation of PROMPT by the model in a folder."""
     return Writer.load(str(model), dtype="float32").write(PROMPT, Sampling(NEW_TOKENS)).text
 
 
@@ -115,8 +122,10 @@ def sample_table(samples: dict[str, str]) -> Table:
 
 
 def held_out_perplexity(model: Path, tokens: int | None = HELD_OUT_TOKENS) -> float:
-    """Perplexity of a model folder on text that the demo model was not trained on. tokens: at most
-    so many of it; None for all.
+    """The perplexity of the model in a folder on text that the demo model was not trained on.
+
+    Args:
+        tokens: maximum number of tokens; None for all.
     """
     results = evaluate(
         str(model),

@@ -1,8 +1,7 @@
-"""Find a Python program and run it with hasslefree's format registered, in it and in the processes
-that it starts.
+"""Find a Python program and run it, and its child processes, with hasslefree's format registered.
 
-Python imports the module `sitecustomize` when it starts. The folder `site` holds one that imports
-hasslefree, and PYTHONPATH, which child processes inherit, names that folder.
+Python imports the module `sitecustomize` when it starts. The folder `site` contains one that
+imports hasslefree, and PYTHONPATH, which child processes inherit, lists that folder.
 """
 
 import importlib.util
@@ -23,8 +22,8 @@ EXTRAS = {"lm_eval": "eval", "lm-eval": "eval", "vllm": "vllm"}
 
 
 def run_program(name: str, arguments: Sequence[str]) -> None:
-    """Replace this process by a console script, a module or a .py file, with these arguments and
-    its exit code.
+    """Replace this process with a console script, a module or a .py file. The exit code is that of
+    the program.
     """
     path = str(SITE)
     inherited = os.environ.get("PYTHONPATH")
@@ -38,9 +37,7 @@ def run_program(name: str, arguments: Sequence[str]) -> None:
 
 
 def program_command(name: str) -> list[str]:
-    """The words that start a program: the path of its script, or this interpreter with a file or a
-    module.
-    """
+    """The command that starts a program: its script, or this interpreter with a file or module."""
     if name.endswith(".py"):
         if not Path(name).is_file():
             raise ProgramError(f"there is no file {name}; give the path of a Python script")
@@ -61,7 +58,7 @@ def program_command(name: str) -> list[str]:
 
 
 def is_runnable(module: str) -> bool:
-    """Whether `python -m` runs a module of this name: a plain module, or a package with
+    """Return True if `python -m` can run this module: a plain module, or a package with
     __main__.
     """
     sys.path.insert(0, os.getcwd())  # `python -m` looks there first

@@ -1,9 +1,9 @@
-"""Advice: what a size gives each layer of a model, and what that is expected to lose; nothing is
-compressed.
+"""Advice: the bits and ranks that a size gives to each layer, and the expected loss, without a
+compression.
 
-Bits and ranks are dealt as `compress` deals them (`allocate.allocation.by_sensitivity`), by one
-backward pass. The loss is the sum over layers of ½ · mean over tokens of (g_tᵀ ΔW x_t)², as if they
-were independent, before any training: it ranks choices, and does not predict the divergence of a
+Bits and ranks are chosen as in `compress` (`allocate.allocation.by_sensitivity`), by one backward
+pass. The loss is the sum over layers of ½ · mean over tokens of (g_tᵀ ΔW x_t)², as if layers were
+independent, before any training. It ranks choices; it does not predict the divergence of a
 compressed model.
 """
 
@@ -58,8 +58,8 @@ def advise(
     trust_remote_code: bool = False,
     progress: Listener | None = None,
 ) -> list[Advice]:
-    """The plan that `compress` makes of a recipe with a size; then the best uniform ones, that with
-    most bits first. Of rates, the largest and the whole ones are shown.
+    """Return the plan that `compress` makes for a recipe with a size, then the best uniform plans,
+    most bits first. Of entropy-coded rates, the largest and all whole numbers are shown.
 
     The model is read once, one block in memory at a time, and not changed.
 
@@ -67,7 +67,7 @@ def advise(
         model, tokenizer, device, activations, trust_remote_code, progress: as for `compress`.
 
     Raises:
-        HasslefreeError: a recipe without a size, or anything that `compress` refuses.
+        HasslefreeError: the recipe has no size, or `compress` would raise the error.
     """
     resolved = recipe.resolve()
     if resolved.size is None or resolved.allocate != "error":
@@ -91,7 +91,7 @@ def advise(
         weights = Weights(loaded, target)  # first, because it detects tied weights
         resolved, selection, plan = select_and_plan(loaded, resolved)
         with_fewer_bits = uniform_plans(loaded, selection, resolved)[1:]
-        # Before any block is read: tied weights are counted once.
+        # Before any block is read, so that tied weights are counted once.
         room = layer_room(loaded, plan, resolved)
         dense = weights_on_disk(loaded, plan) - plan.size
         tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
@@ -110,5 +110,5 @@ def advise(
 
 
 def has_whole_bits(plan: Plan) -> bool:
-    """Say whether the bits of all layers are whole numbers, as few of the rates are."""
+    """Return True if all layers have a whole number of bits."""
     return all(layer.grid is None or layer.grid.stored_bits % 1 == 0 for layer in plan.layers)

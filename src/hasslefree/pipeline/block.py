@@ -1,4 +1,4 @@
-"""Compress a model block by block: decompose and replace its layers, and write each block."""
+"""Compress a model block by block: decompose and replace the layers, and write the block."""
 
 import logging
 import math
@@ -54,7 +54,7 @@ from hasslefree.train.reference import Reference
 
 logger = logging.getLogger(__name__)
 
-# After this number of blocks, we check whether the others end before a deadline.
+# Number of blocks after which we check whether the others can end before the deadline.
 TIMED = 3
 
 
@@ -67,12 +67,12 @@ def compress_blocks(
 ) -> None:
     """Decompose, replace and write every planned layer, embedding and head first.
 
-    Each block gets the outputs of the compressed blocks before it. While a block is decomposed, the
-    next one is read and the one before it is written; at the end, all are written.
+    The input of each block is the output of the compressed blocks before it. While a block is
+    decomposed, the next one is read and the previous one is written. On return, all are written.
 
     Args:
         writing: the phase that counts files.
-        check: it sends its text through every block before and after the compression.
+        check: runs its text through every block before and after the compression.
         reference: the predictions to match, if any.
     """
     walk = job.walk
@@ -123,9 +123,9 @@ def add_part(
     """Write a part of the model.
 
     Args:
-        part: 0 for what is outside the blocks, or one more than the index of a block.
-        done: the compressed layers in it.
-        last: its values are those of the finished model.
+        part: 0 for the tensors outside the blocks, or the index of a block plus 1.
+        done: the compressed layers in the part.
+        last: False if training will change the values.
     """
     kind = FINAL if last else FITTED
     parts = 1 + len(job.walk.blocks.modules)
@@ -138,13 +138,13 @@ def add_part(
 
 
 def check_time(job: Job, needed: float) -> None:
-    """Check that the blocks end before the deadline of a job, if it has one.
+    """Check that the blocks can end before the deadline of a job, if it has one.
 
     Args:
-        needed: seconds that the other blocks should take.
+        needed: the expected seconds for the remaining blocks.
 
     Raises:
-        RecipeError: they do not end before it.
+        RecipeError: there is too little time.
     """
     deadline = job.deadline
     if deadline is None:
@@ -169,7 +169,8 @@ def write_outside(
     writing: Phase,
     solving: Phase,
 ) -> None:
-    """Compress embedding and head, and write what is outside the blocks, if nothing is written yet.
+    """Compress embedding and head, and write the tensors outside the blocks, unless an earlier run
+    has written them.
 
     Args:
         allocation, reference: as for `compress_ends`.
@@ -198,7 +199,7 @@ def write_outside(
 
 
 def copied_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Read the tensors of the checkpoint that transformers does not load, which are copied."""
+    """Read the tensors that transformers does not load, and that are copied from the checkpoint."""
     unloaded = unloaded_tensors(model)
     copied = without_codes(unloaded)
     if copied:
@@ -222,13 +223,13 @@ def put_back(
     collecting: Phase,
     solving: Phase,
 ) -> None:
-    """Visit the finished blocks, and put their compressed layers in place.
+    """Visit the blocks that an earlier run has finished, and load their compressed layers.
 
-    Each then runs on as many segments at a time as when it was compressed: a product with more rows
-    may be rounded differently, and a resumed run has the same bytes.
+    Each block runs on as many segments at a time as when it was compressed: more rows may be
+    rounded differently, and a resumed run must give the same bytes.
 
     Args:
-        hidden: inputs of the first block. They become the outputs of the finished ones.
+        hidden: inputs of the first block. They become the outputs of the last finished block.
     """
     blocks = job.work.progress.blocks
     finished = islice(visits, len(blocks))
@@ -248,10 +249,10 @@ def put_back(
 
 
 def put_block_back(job: Job, visit: Visit, entries: Mapping[str, Entry]) -> None:
-    """Put the compressed layers of a finished block in place, as they were written."""
+    """Replace the layers of a finished block with their compressed ones, as they were written."""
     sites = find_sites(visit.block)
     for full_name, entry in entries.items():
-        # Taken out, so that its weight is freed as soon as it is replaced.
+        # Removed from the dict, so that the dense weight is freed as soon as it is replaced.
         site = sites.pop(full_name.removeprefix(f"{visit.prefix}."))
         site.replace(empty_layer(site, full_name, entry.spec))
     state = stored_state(job, visit.index)
@@ -259,7 +260,7 @@ def put_block_back(job: Job, visit: Visit, entries: Mapping[str, Entry]) -> None
 
 
 def stored_state(job: Job, index: int) -> dict[str, Tensor]:
-    """Read the tensors of a finished block, by their names in it."""
+    """Read the tensors of a finished block, by name in the block."""
     prefix = f"{job.walk.blocks.prefix(index)}."
     tensors = job.work.read(job.work.progress.blocks[index])
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
@@ -269,7 +270,7 @@ def compress_block(task: Task, hidden: Activations) -> list[Done]:
     """Decompose and replace the layers of a block; each process solves its share.
 
     Args:
-        hidden: inputs of the block. They become its outputs if the visit then `has_run`.
+        hidden: inputs of the block. They become the outputs if `has_run` of the visit is set.
     """
     visit = task.visit
     reads = tensors_read(visit.block, visit.call, hidden[0], task.plans)
@@ -294,10 +295,10 @@ def runs_at_once(
     reads: Mapping[str, tuple[int, ...]],
     hidden: Activations,
 ) -> bool:
-    """Say whether a dense block is compressed in one pass of all segments, in every process.
+    """Return True if a dense block is compressed in one pass of all segments, in every process.
 
     The layers must be compressed in order, and each must be called once. The block must take
-    several segments at a time, and they must fit in memory.
+    several segments at a time, and these must fit in memory.
 
     Args:
         plans: of the layers of the block.
@@ -316,11 +317,11 @@ def runs_at_once(
 
 
 def passes(task: Task, groups: list[list[str]], device: torch.device) -> list[list[list[str]]]:
-    """The groups of layers for each pass that collects their inputs; a pass sees the layers that
-    earlier passes have changed.
+    """Divide groups of layers among the passes that collect their inputs. Each pass runs with the
+    layers that earlier passes have compressed.
 
-    Experts of one module do not see each other: their groups are in one pass, as many as
-    `room_for_sums` holds.
+    Experts of one module do not depend on each other, so one pass collects as many of their groups
+    as `room_for_sums` holds.
     """
     if task.job.resolved.sequential == "block":
         return [groups]
@@ -342,11 +343,11 @@ def passes(task: Task, groups: list[list[str]], device: torch.device) -> list[li
 
 
 def kind_of(task: Task, name: str) -> tuple[object, ...]:
-    """A key that is the same for layers that may be in one pass: one matrix of all experts."""
+    """A key that is equal for layers that may share a pass: the same matrix of all experts."""
     experts = experts_of(task.visit.block, name)
     if experts is None:
         return (name,)
-    # The matrices of one expert follow each other.
+    # Matrices of one expert depend on each other.
     return (id(experts[0]), name.rpartition(".")[2])
 
 
@@ -375,8 +376,8 @@ def replace_group(
     """Compress the layers of a group, given their input.
 
     Args:
-        done: gets the layers.
-        opened: gets the contexts in which the layers compute, until the pass ends.
+        done: the compressed layers are appended.
+        opened: the contexts in which the layers compute are entered, until the pass ends.
         x: inputs (…, in) of all segments.
 
     Returns:
@@ -396,8 +397,8 @@ def replace_group(
 def gram_of_input(task: Task, name: str, seqlen: int, x: Tensor) -> Gram:
     """Compute the Gram matrix of inputs (…, in) of a layer.
 
-    It is a function of its own because twice the matrix in float64, and a copy of the inputs, are
-    freed when it returns.
+    This is a separate function so that its temporaries, twice the matrix in float64 and a copy of
+    the inputs, are freed on return.
     """
     collector = Collector([name], seqlen)
     collector.take(name, x)

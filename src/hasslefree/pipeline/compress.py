@@ -1,4 +1,4 @@
-"""The driver: a model, a recipe and a calibration text in, a folder that transformers loads out."""
+"""The driver: from a model, a recipe and a calibration text to a folder that transformers loads."""
 
 import dataclasses
 import logging
@@ -71,7 +71,7 @@ from hasslefree.validation import typed
 
 logger = logging.getLogger(__name__)
 
-# Fields of a record that are known before the first block, and on which all blocks depend.
+# Fields of a record that all blocks depend on, known before the first block.
 IDENTITY = (
     "model",
     "method",
@@ -106,37 +106,38 @@ def compress(
     """Compress a causal language model and write it to a folder that transformers loads.
 
     One dense block is in memory at a time, and the next one if there is room. A compressed block is
-    written to the disk, into `OUT.unfinished`, while the next one is compressed.
+    written to `OUT.unfinished` while the next one is compressed.
 
     Args:
-        model: a hub name, a local folder, or a loaded model, which is then changed in place. After
-            an interruption it has to be loaded again.
-        out: the folder to write. recipe: a `Recipe` or the path of a YAML file.
+        model: a hub name, a local folder, or a loaded model, which is changed in place. After an
+            interruption, a loaded model must be loaded again.
+        out: the folder to write.
+        recipe: a `Recipe` or the path of a YAML file.
         tokenizer: of a loaded model, if it cannot be loaded under the model's own name.
         segments: calibration tokens (samples, seqlen) instead of the recipe's text. A loaded model
             then needs no tokenizer, and the folder holds one only if it is given.
-        device: where to compute; None for the GPU if there is one. A loaded model stays where it
-            is.
+        device: where to compute; None for the GPU if there is one. A loaded model stays on its
+            device.
         activations: where the hidden states between blocks are kept: on the "device", in RAM
             ("cpu"), or in a file next to OUT ("disk").
         resume: continue an interrupted compression after its last finished block, if there is one.
-            The result is the same, bit for bit. If OUT is finished already, that is an error.
+            The result is the same, bit for bit. It is an error if OUT is finished already.
         overwrite: replace a folder that is not empty, once the new one is complete; discard an
             unfinished compression.
         trust_remote_code: run code that comes with the model.
         progress: called with a `hasslefree.progress.Step` whenever a phase of the run begins,
             counts or ends; its field `layer` is the record of the layer that was just compressed.
-            Under torchrun every process calls its own. None for a bar on a terminal or in a
-            notebook, unless bars of huggingface_hub or tqdm are switched off. The logger
-            "hasslefree.progress" has a line of level INFO per minute, in the first process.
+            Under torchrun, each process calls its own listener. None for a bar on a terminal or in
+            a notebook, unless bars of huggingface_hub or tqdm are switched off. The logger
+            "hasslefree.progress" logs a line of level INFO per minute, in the first process.
 
     Returns:
-        What was done, layer by layer; `summary()` is the verdict as text, and a notebook shows it
-        as a table.
+        The record of every layer; `summary()` gives the main results as text, and a notebook shows
+        them as a table.
 
     Raises:
-        HasslefreeError: anything wrong with the input; as far as possible, before the first layer
-            is changed.
+        HasslefreeError: the input is wrong. Most errors are raised before the first layer is
+            changed.
     """
     with_text = segments is None
     if recipe is None:
@@ -164,7 +165,7 @@ def compress(
         weights = Weights(loaded, target)  # first, because it detects tied weights
         resolved, selection, plan = select_and_plan(loaded, resolved)
         log_what_stays_dense(loaded, selection)
-        # Before any block is read: tied weights are counted once.
+        # Before any block is read, so that tied weights are counted once.
         layer_bytes = layer_room(loaded, plan, resolved)
         bytes_left = bytes_to_write(loaded, selection.blocks, plan, resolved) - work.bytes
         check_output(folder, overwrite, bytes_left)
@@ -217,7 +218,7 @@ def compress(
 def check_request(
     model: str | Path | PreTrainedModel, out: Path, resume: bool, overwrite: bool
 ) -> None:
-    """Raise an error for what is wrong before the model is opened.
+    """Check the arguments that can be checked before the model is opened.
 
     Raises:
         OutputError: OUT is finished and is to be resumed, or it cannot be written.
@@ -236,7 +237,7 @@ def check_request(
 
 
 def log_what_stays_dense(model: PreTrainedModel, selection: Selection) -> None:
-    """Log the matrices and modules that are not compressed, though no recipe names them."""
+    """Log the matrices and modules that stay dense although the recipe does not name them."""
     for line in selection.reasons():
         logger.info("kept dense automatically: %s", line)
     towers = other_modalities(model, selection.blocks)
@@ -252,7 +253,7 @@ def run(job: Job, digests: dict[str, str]) -> Record:
     """Compress the model of a job, train it, check it, and write it to the folder.
 
     Args:
-        digests: a checksum of each part of the dense model by its name.
+        digests: a checksum of each part of the dense model, by name.
     """
     work = job.work
     description = described(job)
@@ -275,15 +276,15 @@ def run(job: Job, digests: dict[str, str]) -> Record:
         for end in job.walk.blocks.ends:
             if end.name in job.ends:
                 end.replace(job.walk.model, job.ends[end.name])
-        # As in OUT, `save_pretrained` keeps transformers' names, which the configuration lists.
+        # `save_pretrained` must keep transformers' names, which the configuration lists.
         job.walk.model._weight_conversions = []  # type: ignore[assignment]
     return record
 
 
 def allocate(job: Job) -> Allocation:
-    """Plan the layers as the recipe's `allocate` asks for, in all processes alike.
+    """Plan the layers as the recipe's `allocate` says. All processes get the same plan.
 
-    A plan that is not uniform is kept in the unfinished folder: a resumed run takes it from there.
+    A plan that is not uniform is stored in the unfinished folder, for a resumed run.
     """
     plan = job.plan
     if job.resolved.allocate == "uniform":
@@ -303,7 +304,7 @@ def allocate(job: Job) -> Allocation:
 
 
 def keep(allocation: Allocation, work: Unfinished) -> None:
-    """Keep an allocation for a resumed run."""
+    """Store an allocation for a resumed run."""
     matrices: list[dict[str, LayerSpec]] = []
     for plans in allocation.plan.parts:
         matrices.append({name: plan.spec for name, plan in plans.items()})
@@ -312,10 +313,10 @@ def keep(allocation: Allocation, work: Unfinished) -> None:
 
 
 def kept(dealt: Dealt, uniform: Plan, work: Unfinished) -> Allocation:
-    """The allocation of an earlier run, which has compressed the ends: it needs no look-ups.
+    """The allocation of an earlier run, without look-ups, since that run has compressed the ends.
 
     Args:
-        uniform: the plan from which it was made.
+        uniform: the plan from which the allocation was made.
     """
     parts: list[dict[str, LayerPlan]] = []
     for plans, specs in zip(uniform.parts, dealt.matrices, strict=True):
@@ -341,8 +342,8 @@ def run_dense_model(job: Job) -> tuple[Reference | None, Check | None]:
     """Run the dense model on the training text, and draw the held-out text.
 
     Returns:
-        The predictions to match, and the check of the compressed model; None for each that the
-        recipe does not ask for, or that an earlier run has finished.
+        The predictions to match, and the check of the compressed model. Each is None if the recipe
+        does not ask for it, or an earlier run has finished it.
     """
     if job.work.progress.predictions is not None:
         return None, None
@@ -358,7 +359,7 @@ def run_dense_model(job: Job) -> tuple[Reference | None, Check | None]:
 
 
 def identity_of(job: Job, description: Record, digests: dict[str, str]) -> dict[str, Any]:
-    """What the compressed blocks depend on, except the plan, as JSON for the journal."""
+    """Everything that the compressed blocks depend on, except the plan, as JSON."""
     # No block depends on the minutes.
     settings = {name: value for name, value in description.recipe.items() if name != "minutes"}
     return {name: getattr(description, name) for name in IDENTITY} | {
@@ -374,7 +375,7 @@ def identity_of(job: Job, description: Record, digests: dict[str, str]) -> dict[
 def writing_files(job: Job) -> Iterator[Phase]:
     """Open the phase that counts the files of the model.
 
-    Its timer runs where files are written while the work waits for that.
+    The timer runs only while the work waits for files to be written.
     """
     progress = job.work.progress
     blocks = len(job.plan.blocks)
@@ -401,7 +402,7 @@ def writing_files(job: Job) -> Iterator[Phase]:
 
 @contextmanager
 def workplace(out: Path, overwrite: bool, resume: bool, world: World) -> Iterator[Unfinished]:
-    """Open the unfinished folder of OUT; in processes that do not write, a read-only view of it."""
+    """Open the unfinished folder of OUT, read-only in processes that do not write."""
     if world.writes:
         with unfinished(out, overwrite, resume) as work:
             world.broadcast(work.progress)

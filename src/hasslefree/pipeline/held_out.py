@@ -1,5 +1,5 @@
-"""How the dense and the compressed model predict text that neither calibration nor
-training has read: more of the calibration's, and code, which every machine has.
+"""Compare the predictions of the dense and the compressed model on held-out text: more of the
+calibration's text, and code of Python's library, which every machine has.
 """
 
 import logging
@@ -28,19 +28,19 @@ from hasslefree.texts.python import PYTHON, library_documents
 
 logger = logging.getLogger(__name__)
 
-# Segments of code are drawn from so many times as many, so that they are of several modules.
+# Segments of code are drawn from this many times as many, so that they come from several modules.
 SPREAD = 8
 
 
 class Check:
-    """Held-out text on its way through both models, in the walk that compresses: no block is read
-    for it again.
+    """Held-out text that runs through both models during the walk that compresses, so that no block
+    is read again.
 
     Every process runs all segments, one at a time: the perplexities depend on the weights alone.
 
     Args:
-        segments: those of the calibration's text, and then those of code, (samples, tokens).
-        of_code: the number of the latter.
+        segments: of the calibration's text, then of code, (samples, tokens).
+        of_code: the number of segments of code.
     """
 
     compressed: Activations
@@ -56,10 +56,10 @@ class Check:
         """Hold out a part of the texts of a run.
 
         Args:
-            used: segments of the text that calibration and training read, (samples, tokens).
+            used: the segments that calibration and training read, (samples, tokens).
 
         Returns:
-            None, with a warning, if the text holds nothing else.
+            None, with a warning, if the text contains nothing else.
         """
         segments = texts.more(walk.phases, segments_held_out(texts.seqlen), used)
         if not len(segments):
@@ -74,27 +74,27 @@ class Check:
         return cls(walk, segments.to(walk.weights.device), len(of_code))
 
     def enter_again(self) -> None:
-        """Let the text enter the compressed model through its embedding."""
+        """Start the text in the compressed model, at the embedding."""
         self.compressed = self.walk.entering(self.segments)
 
     def following(self, visits: Iterator[Visit]) -> Iterator[Visit]:
-        """Yield the same visits, and run the text through each block before and after each."""
+        """Yield the visits; run the text through each block before and after its compression."""
         for visit in visits:
             run_block(visit.block, self.walk.calls[visit.index], self.dense)
             yield visit
             run_block(visit.block, self.walk.calls[visit.index], self.compressed)
 
     def run_again(self) -> None:
-        """Run the text through the compressed model as it is now, all of it in memory."""
+        """Run the text through the blocks of the compressed model, which are all in memory."""
         self.enter_again()
         for block, call in zip(self.walk.blocks.modules, self.walk.calls, strict=True):
             run_block(block, call, self.compressed)
 
     def measure(self) -> HeldOut:
-        """Compare the predictions of both models, once the text has left the last block.
+        """Compare the predictions of both models, after the last block.
 
         Returns:
-            Nothing, with a warning, for a model without an output head.
+            An empty result, with a warning, for a model without an output head.
         """
         count = len(self.segments)
         of_text = count - self.of_code
@@ -114,7 +114,7 @@ class Check:
 
     @torch.no_grad()
     def compare(self, indices: range, phase: Phase) -> HeldOutRecord:
-        """Compare the predictions for some segments. phase: in which segments are counted."""
+        """Compare the predictions for some segments. phase: counts the segments."""
         dense_loss = 0.0
         compressed_loss = 0.0
         comparison = Comparison()
@@ -140,18 +140,19 @@ class Check:
 
     @contextmanager
     def head(self, dense: bool) -> Iterator[None]:
-        """Let the output head of the dense or of the compressed model run."""
+        """Load the output head of the dense or of the compressed model."""
         walk = self.walk
         with walk.outside(dense), computing(walk.model, walk.outer(), unpack=False):
             yield
 
     def logits(self, run: Activations, index: int, first: int) -> Tensor:
-        """The predictions after some tokens of a segment, but the last: (tokens, vocabulary).
+        """The logits for up to `HELD_OUT_ROWS` tokens of a segment, without those after its last
+        token: (tokens, vocabulary).
 
         Args:
             run: the outputs of the last block.
             index: of the segment.
-            first: of the at most `HELD_OUT_ROWS` tokens.
+            first: the index of the first token.
         """
         walk = self.walk
         rows = slice(first, first + HELD_OUT_ROWS)
@@ -161,8 +162,10 @@ class Check:
 
 
 def code_segments(texts: Texts, count: int, used: Tensor) -> Tensor:
-    """Segments of modules of Python's library, (count or fewer, seqlen) int64; none, with a
-    warning, where they cannot be had, and none if most of what the run reads is other modules.
+    """Draw segments of modules of Python's library, (count or fewer, seqlen) int64.
+
+    There are none, with a warning, if they cannot be read; and none if most of the calibration text
+    is from other modules of the library.
 
     Args:
         used: as for `Check.of`; texts of code may contain modules of the library.

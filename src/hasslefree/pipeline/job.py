@@ -1,4 +1,4 @@
-"""Everything that one compression works on, made once before the first layer is changed."""
+"""The objects that a compression works on, made before the first layer is changed."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,19 +18,19 @@ from hasslefree.recipe.resolve import Resolved
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A compression: how to walk through the model, the plan of its layers, and the text.
+    """A compression: the walk through the model, the plan of the layers, and the text.
 
     Args:
         name: of the model, as in `Record`.
-        from_memory: the model was given loaded, not by name.
+        from_memory: a loaded model was given, not a name.
         tokenizer: None only if segments were given.
         selection: the blocks, and the matrices that are compressed or stay dense.
         plan: of the layers, before any allocation.
-        room: bytes that all layers may take.
+        room: the bytes that all layers may take.
         segments: calibration tokens of all processes, (samples, seqlen) int64.
-        texts: that the segments are of; None if segments were given.
+        texts: the source of the segments; None if segments were given.
         work: the unfinished folder.
-        ends: embedding and head by name, once they are compressed.
+        ends: the compressed embedding and head by name, once they exist.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Job:
 
     @property
     def device(self) -> torch.device:
-        """Where blocks are run and layers are solved."""
+        """The device on which blocks run and layers are solved."""
         return self.walk.weights.device
 
     @property
@@ -59,7 +59,7 @@ class Job:
 
     @property
     def deadline(self) -> float | None:
-        """When the run is to end, by the clock of its phases; None if it may take any time."""
+        """The end of the run in seconds of the performance counter; None if there is no limit."""
         minutes = self.resolved.minutes
         if minutes is None:
             return None

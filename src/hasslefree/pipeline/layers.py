@@ -1,10 +1,9 @@
-"""Solve the layers of a block whose inputs are known, and install them; and solve the embedding and
-the head.
+"""Solve and replace the layers of a block whose inputs are known, and the embedding and the head.
 
-The ends are compressed before the blocks: these then get the inputs that they have in the
-compressed model. The inputs of the head are those of the dense model. An embedding that is not tied
-has no inputs to weight its errors: H = I. One that is tied counts as the head and, if its look-ups
-were measured, by them too (`allocate.ends`).
+Embedding and head are compressed before the blocks, so that the blocks get the inputs that they
+have in the compressed model. For the head, the inputs are those of the dense model. An embedding
+that is not tied has no inputs to weight its errors: H = I. A tied one is compressed as the head,
+and its look-ups are added to H if they were measured (`allocate.ends`).
 """
 
 import dataclasses
@@ -47,7 +46,7 @@ from hasslefree.solve.methods.weighted import Weighted
 from hasslefree.train.reference import Reference
 
 Plans = Mapping[str, LayerPlan]
-# A layer that was compressed, and its report.
+# A compressed layer and its record.
 Done = tuple[SparseLowRankLinear, LayerRecord]
 
 
@@ -57,9 +56,9 @@ class Task:
 
     Args:
         visit: the block, in memory.
-        plans: of its layers, after the allocation.
-        output_weights: of layers of the model, by their full names; see `Weighted`.
-        collecting, solving: the phases that count its layers.
+        plans: of the layers in the block, after the allocation.
+        output_weights: of layers of the model, by full name; see `Weighted`.
+        collecting, solving: the phases that count layers.
     """
 
     job: Job
@@ -79,8 +78,8 @@ def compress_groups(task: Task, groups: list[list[str]], grams: Sequence[Gram]) 
     """Decompose and replace the layers of groups; each process solves its share.
 
     Args:
-        groups: names of the layers that share one input.
-        grams: of these inputs.
+        groups: for each input, the names of the layers that share it.
+        grams: of the inputs.
     """
     world = task.world
     plans = {name: task.plans[name] for group in groups for name in group}
@@ -97,7 +96,7 @@ def compress_groups(task: Task, groups: list[list[str]], grams: Sequence[Gram]) 
 
 
 def compress_group(task: Task, plans: Plans, gram: Gram) -> dict[str, Done]:
-    """Decompose layers that share one input, with what depends on its Gram matrix computed once."""
+    """Decompose layers that share one input; what depends on its Gram matrix is computed once."""
     start = time.perf_counter()
     method = task.job.resolved.solver
     done: dict[str, Done] = {}
@@ -122,8 +121,8 @@ def compress_layer(
 
     Args:
         name: of the layer in its block.
-        prepared: what the method has computed from the Gram matrix.
-        preparing: the layer's part of the seconds which that took.
+        prepared: the result of the method's `prepare`.
+        preparing: the layer's share of the seconds that `prepare` took.
     """
     start = time.perf_counter()
     full_name = f"{task.visit.prefix}.{name}"
@@ -148,10 +147,8 @@ def compress_layer(
 
 @contextmanager
 def memory_errors(task: str, device: torch.device) -> Iterator[None]:
-    """Name the task for which memory is short, and the remedies. torch has emptied its cache then.
-
-    Raises:
-        MemoryShortError: memory is short.
+    """Turn an out-of-memory error of torch into a MemoryShortError that names the task and the
+    remedies.
     """
     try:
         yield
@@ -163,7 +160,7 @@ def memory_errors(task: str, device: torch.device) -> Iterator[None]:
 
 
 def install_layer(task: Task, name: str, owner: int, done: Done | None) -> Done:
-    """Put a compressed layer into its block, in all processes.
+    """Replace a layer of a block with its compressed one, in all processes.
 
     Args:
         name: of the layer in its block.
@@ -172,7 +169,7 @@ def install_layer(task: Task, name: str, owner: int, done: Done | None) -> Done:
     site = find_site(task.visit.block, name)
 
     def empty(spec: LayerSpec) -> SparseLowRankLinear:
-        # In the dtype of the model: while the block computes, that of the site may be another.
+        # The dtype of the model: a block that is computing may have another.
         dtype = task.plans[name].dtype
         return SparseLowRankLinear(spec, site.bias is not None, dtype, site.parameter.device)
 
@@ -189,12 +186,12 @@ def share_layer(
     done: Done | None,
     empty: Callable[[LayerSpec], SparseLowRankLinear],
 ) -> Done:
-    """Give a compressed layer to all processes.
+    """Broadcast a compressed layer to all processes.
 
     Args:
-        owner: the rank of the process that has solved it.
+        owner: the rank of the process that has solved the layer.
         done: the layer and its record; None in the other processes.
-        empty: makes a layer without values in the other processes.
+        empty: creates a layer without values in the other processes.
     """
     solved = None if done is None else (done[0].spec, done[1])
     spec, record = world.broadcast(solved, owner)
@@ -210,8 +207,8 @@ def compress_ends(
     """Compress the embedding and the head; each process solves its share.
 
     Args:
-        reference: outputs of the last block of the dense model; None if the text is to run through
-            the dense model for them.
+        reference: outputs of the last block of the dense model; None if the text must run through
+            the dense model first.
         solving: the phase that counts layers.
 
     Returns:
@@ -240,7 +237,7 @@ def compress_ends(
 
 
 def head_gram(job: Job, name: str, reference: Reference | None) -> Gram:
-    """The Gram of the inputs of the head on the text, in the dense model.
+    """The Gram of the head's inputs on the text, in the dense model.
 
     Raises:
         ModelError: the model does not call the head.
@@ -273,7 +270,7 @@ def head_gram(job: Job, name: str, reference: Reference | None) -> Gram:
 
 
 def compress_end(job: Job, end: End, plan: LayerPlan, gram: Gram) -> Done:
-    """Put a matrix on its grid, by GPTQ's sweep and descent, some rows at a time."""
+    """Round a matrix to its grid by GPTQ's sweep and descent, some rows at a time."""
     start = time.perf_counter()
     assert plan.grid is not None
     method = JointOnGrid(plan.grid, relative=True)
@@ -298,10 +295,10 @@ def compress_end(job: Job, end: End, plan: LayerPlan, gram: Gram) -> Done:
 def joined(parts: list[Decomposition], norms: Sequence[float]) -> Decomposition:
     """Join the decompositions of consecutive rows of a matrix.
 
-    Errors are relative to the norm of the rows, which are the weights of their mean.
+    The relative error is the mean over parts, weighted by their squared norms.
 
     Args:
-        losses: the squared norm of the rows of each part, tr(W H Wᵀ).
+        norms: the squared norm of the rows of each part, tr(W H Wᵀ).
     """
     squares = torch.tensor(norms).double()
     errors = torch.tensor([part.relative_error for part in parts]).double()
@@ -319,10 +316,10 @@ def joined(parts: list[Decomposition], norms: Sequence[float]) -> Decomposition:
 
 
 def stacked(parts: Sequence[Any]) -> Any:
-    """The value whose tensors are those of the parts, row after row, as for codes and scales.
+    """Concatenate the rows of tensors, such as codes and scales, also in nested dataclasses.
 
-    The tensors of a dataclass are those in its fields, and in the fields of these. All else is that
-    of the first part, and so are the scales of inputs, which all rows share.
+    Everything else is taken from the first part, and so are the scales of inputs, which all rows
+    share.
     """
     first = parts[0]
     if isinstance(first, Tensor) and first.ndim:
@@ -341,12 +338,12 @@ def stacked(parts: Sequence[Any]) -> Any:
 
 
 def empty_on_device(job: Job, end: End, spec: LayerSpec) -> SparseLowRankLinear:
-    """A compressed layer without values, on the device of the job."""
+    """A compressed layer with uninitialised values, on the device of the job."""
     return empty_end(end, job.walk.model, spec).to_empty(device=job.device)
 
 
 def use_ends(job: Job, layers: Mapping[str, SparseLowRankLinear]) -> None:
-    """Let the walk compute with the compressed matrices, by name, from now on."""
+    """Make the walk compute with compressed matrices from now on. layers: by name."""
     job.ends.update(layers)
     for name, layer in layers.items():
         job.walk.rounded[f"{name}.weight"] = layer.unpacked().detach()
@@ -355,7 +352,7 @@ def use_ends(job: Job, layers: Mapping[str, SparseLowRankLinear]) -> None:
 def replace_ends(
     job: Job, tensors: dict[str, Tensor], layers: Mapping[str, SparseLowRankLinear]
 ) -> None:
-    """Replace the weights of ends among the tensors outside the blocks by those of their layers."""
+    """Replace the dense weights of ends with the tensors of their compressed layers."""
     for end in job.walk.blocks.ends:
         if end.name not in layers:
             continue
@@ -365,7 +362,7 @@ def replace_ends(
 
 
 def stored_ends(job: Job) -> dict[str, SparseLowRankLinear]:
-    """Read the compressed matrices that the unfinished folder holds, by name."""
+    """Read the compressed embedding and head from the unfinished folder, by name."""
     outside = job.work.progress.parts[0]
     if not outside.entries:
         return {}

@@ -1,5 +1,5 @@
-"""What a compression writes beside the weights: its record, the configuration, the tokenizer and
-the model card.
+"""Write the files of an output folder beside the weights: the record, the configuration, the
+tokenizer and the model card.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def described(job: Job) -> Record:
-    """The record of a compression before it has results."""
+    """The record of a compression, without results yet."""
     model = job.walk.model
     record = Record(
         model=job.name,
@@ -63,7 +63,7 @@ def described(job: Job) -> Record:
 
 
 def configuration(model: PreTrainedModel) -> dict[str, Any]:
-    """The configuration of a model, as JSON: what it computes, apart from its weights."""
+    """The configuration of a model as JSON, without names and versions."""
     content = as_json(model.config)
     for name in ("_name_or_path", "transformers_version"):
         content.pop(name, None)
@@ -76,7 +76,7 @@ def recorded(
     """Add the results to the record of a compression.
 
     Args:
-        sensitivities: of an `Allocation`.
+        sensitivities: as for `Allocation`.
     """
     layers = [layer for part in progress.parts for layer in part.layers]
     rounded = None
@@ -94,13 +94,10 @@ def recorded(
 
 
 def write_rest(folder: Path, job: Job, report: Record) -> None:
-    """Write all of the output folder but the weights.
-
-    These are the configuration, the tokenizer, compression.json and the model card.
-    """
+    """Write the configuration, the tokenizer, compression.json and the model card."""
     model = job.walk.model
     tokenizer = job.tokenizer
-    # A model that was created in memory has no files, and the hub is not searched for them.
+    # A model that was created in memory has no files; do not search the hub for them.
     has_files = folder_of(report.model) is not None
     write_configuration(folder, model, job.work.progress.parts, report, has_files)
     if tokenizer is not None:
@@ -117,10 +114,10 @@ def write_rest(folder: Path, job: Job, report: Record) -> None:
 
 
 def write_card(folder: Path, model: PreTrainedModel, report: Record, has_files: bool) -> None:
-    """Write README.md and its picture; an error is a warning, because the model is complete.
+    """Write README.md and its picture. Errors become warnings, because the model is complete.
 
     Args:
-        has_files: the model has an original card, whose licence is named.
+        has_files: the model may have an original card, which names the licence.
     """
     picture = draw_errors(report)
     if picture is not None:
@@ -139,10 +136,10 @@ def write_card(folder: Path, model: PreTrainedModel, report: Record, has_files: 
 def write_configuration(
     folder: Path, model: PreTrainedModel, parts: list[FinishedPart], report: Record, has_files: bool
 ) -> None:
-    """Write config.json with the compressed layers, generation_config.json, and code of the model.
+    """Write config.json with the compressed layers, generation_config.json and the model's code.
 
     Args:
-        has_files: the model has an original config.json, whose keys are kept.
+        has_files: the model may have an original config.json, whose keys are kept.
     """
     config = model.config
     entries = {name: entry.to_dict() for part in parts for name, entry in part.entries.items()}
@@ -155,8 +152,8 @@ def write_configuration(
     config.architectures = [type(model).__name__]
     if model.is_remote_code():
         custom_object_save(model, folder, config=config)  # type: ignore[arg-type]
-    # Not `save_pretrained`, here and below: it refuses inconsistent settings, and all the work
-    # would be lost.
+    # Not `save_pretrained`, here and below: it refuses inconsistent settings, and all work would be
+    # lost.
     if hasattr(config, "transformers_weights"):  # the name of a file that OUT does not have
         del config.transformers_weights
     if config._auto_class is not None:
@@ -169,9 +166,9 @@ def write_configuration(
 
 
 def head_is_tied(model: PreTrainedModel) -> bool:
-    """Say whether the head is the matrix of the embeddings, and False for a model without a head.
+    """Return True if the output head shares the matrix of the embeddings.
 
-    A checkpoint may state `tie_word_embeddings` and hold a head of its own, which then counts.
+    It is False if a checkpoint sets `tie_word_embeddings` but contains a separate head.
     """
     name, head = asked(model, "get_output_embeddings")
     if head is None:
@@ -182,9 +179,9 @@ def head_is_tied(model: PreTrainedModel) -> bool:
 
 
 def draw_errors(report: Record) -> bytes | None:
-    """The picture of the model card as PNG; None, with a warning, if it cannot be drawn."""
+    """Draw the picture of the model card, a PNG. Return None, with a warning, if that fails."""
     try:
-        # These load the charting library.
+        # Imported here because they load the charting library.
         from hasslefree.report.drawing import png
         from hasslefree.report.maps import figures, layer_map
 

@@ -1,5 +1,5 @@
-"""Open a model, by name or as it was loaded, and check it before hours of work: its weights are
-finite, it runs block by block, and the calibration segments are of its tokens.
+"""Open a model and check it before hours of work: its weights are finite, it runs block by block,
+and the calibration segments contain only its tokens.
 """
 
 import dataclasses
@@ -44,7 +44,8 @@ logger = logging.getLogger(__name__)
 
 
 def target_of(model: str | Path | PreTrainedModel, device: str | None) -> torch.device:
-    """Where to compute: a loaded model stays where it is, and each process of torchrun has a GPU.
+    """The device to compute on. A loaded model stays on its device; torchrun gives each process a
+    GPU.
 
     Args:
         device: None for the GPU if there is one.
@@ -79,10 +80,10 @@ def open_model(
     tokenizer: Any,
     trust_remote_code: bool,
 ) -> tuple[str, PreTrainedModel, Any]:
-    """Open a model by name, with its weights on the disk, or take a loaded model as it is.
+    """Open a model by name, with its weights on the disk, or prepare a loaded model.
 
     Args:
-        scratch: an empty folder, for weights that have to be converted.
+        scratch: an empty folder for weights that must be converted.
 
     Returns:
         The name, the model and the tokenizer.
@@ -115,8 +116,8 @@ def open_model(
 
 @contextmanager
 def restored(model: str | Path | PreTrainedModel) -> Iterator[None]:
-    """Leave a loaded model as `open_model` found it, unless one of its layers is compressed by
-    then: transformers saves no experts that are split.
+    """Restore a loaded model to its state before `open_model`, unless a layer was compressed:
+    transformers cannot save experts that are split.
     """
     if not isinstance(model, PreTrainedModel):
         yield
@@ -131,8 +132,8 @@ def restored(model: str | Path | PreTrainedModel) -> Iterator[None]:
 
 
 def warn_of_dtype(model: PreTrainedModel) -> None:
-    """Warn if the config.json of a model asks for another dtype than its weights are stored in: the
-    run rounds them, or takes and counts more bytes.
+    """Warn if config.json has another dtype than the stored weights: the run rounds them, or takes
+    and counts more bytes.
     """
     if quantization(model.config):
         return
@@ -148,7 +149,7 @@ def warn_of_dtype(model: PreTrainedModel) -> None:
 
 
 def token_ids(segments: Tensor) -> Tensor:
-    """A copy of calibration segments that were given, in int64.
+    """Check calibration segments that were given, and copy them to int64.
 
     Raises:
         CalibrationError: they are not integers of shape (samples, seqlen).
@@ -162,13 +163,13 @@ def token_ids(segments: Tensor) -> Tensor:
             "segments must be a tensor of integer token ids of shape (samples, seqlen), seqlen at"
             f" least 2; got {segments.dtype} of shape {tuple(segments.shape)}"
         )
-    # An inference tensor could not be saved for a gradient.
+    # A copy, because an inference tensor cannot be saved for a gradient.
     return segments.to(torch.int64, copy=True)
 
 
 def check_segments(model: PreTrainedModel, segments: Tensor, world: World) -> None:
-    """Check that calibration segments (samples, seqlen) hold tokens of the model, and that there is
-    one for each process; a CalibrationError otherwise.
+    """Raise a CalibrationError unless segments (samples, seqlen) contain only tokens of the model,
+    and there is one for each process.
     """
     if len(segments) < world.size:
         raise CalibrationError(
@@ -193,7 +194,7 @@ def preflight(
         folder: as for `Activations`.
 
     Returns:
-        How to walk through the model, and a checksum of each part by its name.
+        The walk through the model, and a checksum of each part, by name.
 
     Raises:
         MemoryShortError: the compression does not fit in memory.
@@ -252,7 +253,7 @@ def check_ran(model: PreTrainedModel, silent: list[str]) -> None:
 
 
 def checked(tensors: Mapping[str, Tensor]) -> str:
-    """Compute the CRC-32 of the bytes of tensors, one after the other.
+    """Compute the CRC-32 of the concatenated bytes of tensors.
 
     Raises:
         NonFiniteError: one of them contains NaN or Inf.
@@ -268,16 +269,15 @@ def checked(tensors: Mapping[str, Tensor]) -> str:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Say whether a tensor holds neither NaN nor Inf."""
+    """Return True if a tensor contains neither NaN nor Inf."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    # The smallest and the largest value are NaN if any is; unlike isfinite of all values, this
-    # needs no memory.
+    # The extremes are NaN if any value is. Unlike isfinite of all values, this needs no memory.
     return bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
 def block_tensors(block: nn.Module, prefix: str, tied: Container[str] = ()) -> dict[str, Tensor]:
-    """The parameters and stored buffers of a block by their names in the model.
+    """The parameters and stored buffers of a block, by name in the model.
 
     Args:
         tied: names that are left out.

@@ -1,10 +1,9 @@
-"""The calibration text of a run: which texts it is of, its segments, and more of the same.
+"""The texts of a run: calibration segments, and more of the same text for training and checks.
 
-One of the texts may be what the dense model writes itself, so that none has to be found or
-downloaded. Its tokens are drawn from the model's own predictions, at temperature 1 and with none
-ruled out (arXiv 2410.17711). It begins with the token that begins texts; that of a chat model with
-what its template puts before a question, so that the model writes both the question and the answer
-(arXiv 2406.08464).
+One of the texts may be written by the dense model itself, so that nothing must be downloaded. Its
+tokens are sampled from the model's predictions at temperature 1, without truncation (arXiv
+2410.17711), after the token that begins texts. A chat model starts from the part of its template
+before a question, and writes both the question and the answer (arXiv 2406.08464).
 """
 
 import logging
@@ -40,9 +39,9 @@ from hasslefree.units import size
 
 logger = logging.getLogger(__name__)
 
-# Segments that are written at a time.
+# Number of segments that the model writes at a time.
 BATCH = 32
-# The smallest share of tokens that differ from the most frequent one.
+# Smallest share of written tokens that must differ from the most frequent one.
 VARIED = 0.25
 
 
@@ -51,11 +50,11 @@ class Texts:
     """The texts of a run, as a model reads them.
 
     Args:
-        recipe: how many calibration segments there are, and how all segments begin.
+        recipe: the number of calibration segments, their length and their first token.
         device: where the model writes its own text, if its weights are on the disk.
-        shares: of the segments, by the name of each text; together 1.
-        documents: of each text but that which the model writes itself.
-        left_out: the texts of `mixed` that could not be read, and why.
+        shares: the share of each text in the segments, by name; the sum is 1.
+        documents: of each text, by name, except the one that the model writes.
+        left_out: the texts of `mixed` that could not be read, with the reasons.
     """
 
     model: PreTrainedModel
@@ -68,19 +67,19 @@ class Texts:
 
     @property
     def seqlen(self) -> int:
-        """The tokens of a segment."""
+        """The number of tokens in a segment."""
         return resolve_seqlen(self.model, self.recipe.seqlen)
 
     @property
     def first_tokens(self) -> list[int]:
-        """The token ids that every segment of a text begins with, often none."""
+        """The token ids at the beginning of every segment; often none."""
         if not self.recipe.first_token:
             return []
         first, _ = surrounding_tokens(self.tokenizer)
         return first
 
     def tokens(self, segments: Tensor) -> dict[str, int]:
-        """The tokens of each text in calibration segments (samples, seqlen)."""
+        """The number of tokens of each text in calibration segments (samples, seqlen), by name."""
         samples, seqlen = segments.shape
         return {name: count * seqlen for name, count in counts_of(self.shares, samples).items()}
 
@@ -88,7 +87,7 @@ class Texts:
         """Draw the calibration segments.
 
         Args:
-            phases: in which the segments are counted.
+            phases: counts the segments.
 
         Returns:
             Token ids (samples, seqlen), int64; segments of several texts are mixed.
@@ -131,13 +130,12 @@ class Texts:
         return segments
 
     def long_enough(self, name: str, count: int, encoded: Callable[[Any], Tensor]) -> Tensor:
-        """Draw segments of a text; if its documents are too short for them, of its documents
-        joined.
+        """Draw segments of a text. If its documents are too short, join them first.
 
-        Documents that were joined replace the others: training reads them too.
+        The joined documents replace the original ones, so that training reads them too.
 
         Args:
-            encoded: the token ids of a document.
+            encoded: gives the token ids of a document.
 
         Returns:
             Token ids (count, seqlen), int64.
@@ -164,18 +162,18 @@ class Texts:
         return segments
 
     def more(self, phases: Phases, count: int, used: Tensor | None = None) -> Tensor:
-        """Read more of the texts than their calibration segments, in the same shares.
+        """Read more of the texts beyond the calibration segments, in the same shares.
 
         Args:
-            phases: in which the segments are counted.
-            used: all segments so far, (samples, seqlen), if the text is to be held out; None for
-                the text to train on.
+            phases: counts the segments.
+            used: all segments read so far, (samples, seqlen), to read held-out text; None to read
+                training text.
 
         Returns:
             Token ids (`count` or fewer, seqlen), int64.
 
         Raises:
-            ModelError: one is outside the model's vocabulary.
+            ModelError: a token is outside the model's vocabulary.
         """
 
         def segments_of(name: str, count: int) -> Tensor:
@@ -191,9 +189,9 @@ class Texts:
     def another_part(
         self, documents: Sequence[Document | Joined], count: int, used: Tensor | None
     ) -> Tensor:
-        """Segments of a text that overlap neither each other nor those that were used.
+        """Read segments that overlap neither each other nor the used ones.
 
-        Arguments and result as for `more`.
+        Arguments and result are those of `more`.
         """
         tokens_of = partial(encode_document, self.tokenizer)
         segments = disjoint_segments(
@@ -202,17 +200,17 @@ class Texts:
         return begin_with(segments, self.first_tokens)
 
     def own_text(self, count: int, seed: int, phase: Phase) -> Tensor:
-        """Segments that the model writes itself, (count, seqlen) int64, counted in a phase."""
+        """Let the model write segments, (count, seqlen) int64. phase: counts them."""
         model = whole_model(self.model, self.device)
         return written_segments(model, self.tokenizer, count, self.seqlen, seed, phase.advance)
 
     def mixed(self, count: int, segments_of: Callable[[str, int], Tensor]) -> Tensor:
-        """Segments of all texts in their shares, so ordered that any first ones are of all texts.
+        """Mix segments of all texts in their shares, so that any first ones are from all texts.
 
-        Of n segments of a text one comes at random into each n-th of the order.
+        Of a text with n segments, each of n equal parts of the result gets one, at a random place.
 
         Args:
-            segments_of: gives so many segments of the text of a name, or fewer, (n, seqlen).
+            segments_of: gives n segments of a text or fewer, (n, seqlen), for its name and n.
 
         Raises:
             ModelError: a token is outside the model's vocabulary.
@@ -234,13 +232,13 @@ def read_texts(
 ) -> Texts:
     """Read the texts of a recipe.
 
-    A text of `mixed` that cannot be had is left out with a warning, and the others have its share.
+    A text of `mixed` that cannot be read is left out with a warning, and the others share its part.
 
     Args:
         device: where the model writes its own text.
 
     Raises:
-        HasslefreeError: a text that the recipe names cannot be had, or none of `mixed`.
+        HasslefreeError: a text that the recipe names cannot be read, or none of `mixed` can.
     """
     seqlen = resolve_seqlen(model, recipe.seqlen)
     shares = shares_of(recipe.calibration)
@@ -267,10 +265,7 @@ def read_texts(
 
 
 def whole_model(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """The model with all of its weights in memory.
-
-    It is the model itself, or, if its weights are on the disk, another copy loaded by its name.
-    """
+    """Return the model, or, if its weights are on the disk, a copy with all weights in memory."""
     if not is_on_disk(model):
         return model
     check_memory(model, device)
@@ -281,14 +276,16 @@ def whole_model(model: PreTrainedModel, device: torch.device) -> PreTrainedModel
 
 
 def check_writer(model: PreTrainedModel, tokenizer: Any, device: torch.device) -> None:
-    """Raise an error if a model cannot write its own text: see `beginning` and `check_memory`."""
+    """Check that a model can write its own text; errors are those of `beginning` and
+    `check_memory`.
+    """
     check_ids(model, torch.tensor(beginning(tokenizer)), tokenizer)
     if is_on_disk(model):
         check_memory(model, device)
 
 
 def check_memory(model: PreTrainedModel, device: torch.device) -> None:
-    """Raise a MemoryShortError if another copy of a model does not fit in memory."""
+    """Raise a MemoryShortError if a copy of a model does not fit in memory."""
     need = sum(parameter.nbytes for parameter in model.parameters())
     free = free_memory(device)
     if need > free:
@@ -316,7 +313,8 @@ def written_segments(
         Token ids (count, seqlen), int64.
 
     Raises:
-        CalibrationError: the tokenizer has no token to begin with, or the model repeats one token.
+        CalibrationError: the tokenizer has no token that begins a text, or the model repeats one
+            token.
     """
     start = beginning(tokenizer)[: seqlen - 1]
     segments: list[Tensor] = []
@@ -327,12 +325,12 @@ def written_segments(
         top_k=0,
         top_p=1.0,
         max_new_tokens=seqlen - len(start),
-        # no token: after the end of a text, another one begins
+        # No token ends a segment: after the end of a text, another one begins.
         eos_token_id=embeddings.num_embeddings,
         pad_token_id=start[0],
     )
-    # What `settings` leaves open would come from the model's own generation_config.json: penalties,
-    # suppressed tokens, beams. These are plain samples.
+    # Plain samples: without this, generate() would take penalties, suppressed tokens and beams from
+    # the model's generation_config.json.
     plain = replaced(model, "generation_config", GenerationConfig())
     with plain, torch.random.fork_rng(), torch.no_grad(), fast_products(model):
         torch.manual_seed(seed)
@@ -349,7 +347,7 @@ def written_segments(
 
 
 def beginning(tokenizer: Any) -> list[int]:
-    """The token ids that a text begins with, first those that the tokenizer puts there."""
+    """The token ids that a written text begins with: those that the tokenizer adds come first."""
     first, _ = surrounding_tokens(tokenizer)
     if tokenizer.chat_template is not None:
         mark = "QUESTION"
@@ -371,11 +369,7 @@ def beginning(tokenizer: Any) -> list[int]:
 
 
 def check_variety(tokens: Tensor, tokenizer: Any) -> None:
-    """Check that a text is not one token again and again.
-
-    Raises:
-        CalibrationError: nearly all tokens of the text are one.
-    """
+    """Raise a CalibrationError if nearly all tokens of a text are the same."""
     most = tokens.flatten().mode().values
     share = float((tokens == most).float().mean())
     if share > 1 - VARIED:

@@ -36,10 +36,10 @@ WORSE_ON_CODE = (
 
 
 def matching_text(job: Job) -> Tensor | None:
-    """Read the text that predictions are matched on.
+    """Read the text on which predictions are matched.
 
-    It is the recipe's text, cut into windows that do not overlap, so the validation windows are
-    new. Segments that were given in place of a text are used again.
+    The recipe's text is cut into windows that do not overlap, so the validation windows are new.
+    Segments that were given in place of a text are used again.
 
     Returns:
         Token ids of all processes, (samples, seqlen); None if predictions are not matched.
@@ -79,13 +79,13 @@ def matching_text(job: Job) -> Tensor | None:
 def train_and_check(
     job: Job, reference: Reference | None, writing: Phase, check: Check | None
 ) -> None:
-    """Train the compressed model, and measure its perplexity, where the recipe asks for that.
+    """Train the compressed model and measure its perplexity, as far as the recipe asks for it.
 
-    If training made code worse than it made its own kind of text better, it is undone: the model is
-    for text that nobody has seen yet.
+    Training is undone if it made code worse by more than it made its own kind of text better: the
+    model must work on other text too.
 
     Args:
-        reference: predictions to match; None if there is nothing to train, or no more.
+        reference: predictions to match; None if nothing is left to train.
         writing: the phase that counts files.
         check: None if the perplexity is not measured.
     """
@@ -116,12 +116,12 @@ def train_and_check(
 def is_worse(
     own: PredictionRecord, before: HeldOutRecord | None, after: HeldOutRecord | None
 ) -> bool:
-    """Whether the divergence grew in the geometric mean over the training's own kind of text and
-    code.
+    """Return True if the divergence grew, in the geometric mean over the training's kind of text
+    and code.
 
     Args:
-        own: the divergences of its own kind.
-        before, after: what was measured on code; None if there is none.
+        own: the divergences on the training's kind of text.
+        before, after: the results on code; None if there are none.
     """
     if before is None or after is None:
         return False
@@ -133,7 +133,7 @@ def is_worse(
 
 
 def train_whole(job: Job, reference: Reference) -> PredictionRecord:
-    """Train the compressed model whose blocks the unfinished folder holds."""
+    """Train the compressed model, whose blocks are read from the unfinished folder."""
     walk = job.walk
     progress = job.work.progress
     progress.parts = job.world.broadcast(progress.parts)
@@ -158,7 +158,7 @@ def train_whole(job: Job, reference: Reference) -> PredictionRecord:
 
 
 def bring_back(job: Job, passed: Callable[[], None] = lambda: None) -> None:
-    """Put every compressed block on the device as it was written.
+    """Load every compressed block to the device as it was written.
 
     Args:
         passed: called after each block.
@@ -176,7 +176,7 @@ def bring_back(job: Job, passed: Callable[[], None] = lambda: None) -> None:
 
 
 def trained_blocks(walk: Walk, writing: Phase) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of each block, as they are now, and count it as written."""
+    """Yield the current tensors of each block, and count the block as written."""
     tied = walk.model.all_tied_weights_keys
     for index, block in enumerate(walk.blocks.modules):
         yield block_tensors(block, walk.blocks.prefix(index), tied)

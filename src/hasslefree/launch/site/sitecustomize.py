@@ -1,6 +1,4 @@
-"""Python imports this module when it starts, where `hasslefree run` put its folder on
-PYTHONPATH.
-"""
+"""Imported by Python at startup, because `hasslefree run` puts this folder on PYTHONPATH."""
 
 import sys
 from importlib.machinery import PathFinder
