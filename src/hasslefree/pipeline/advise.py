@@ -97,7 +97,7 @@ def advise(
         tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
         texts = read_texts(loaded, tokenizer, resolved, target)
         segments = texts.draw(phases).to(target)
-        check_segments(loaded, segments, ALONE)
+        check_segments(loaded, segments)
         untrained = dataclasses.replace(resolved, match_predictions=0)
         samples, seqlen = segments.shape
         blocks = selection.blocks

@@ -39,6 +39,7 @@ from hasslefree.pipeline.held_out import Check
 from hasslefree.pipeline.job import Job
 from hasslefree.pipeline.layers import (
     Done,
+    Group,
     Plans,
     Task,
     compress_ends,
@@ -316,7 +317,7 @@ def runs_at_once(
     return job.world.total(float(not fits), hidden.device) == 0
 
 
-def passes(task: Task, groups: list[list[str]], device: torch.device) -> list[list[list[str]]]:
+def passes(task: Task, groups: list[Group], device: torch.device) -> list[list[Group]]:
     """Divide groups of layers among the passes that collect their inputs. Each pass runs with the
     layers that earlier passes have compressed.
 
@@ -326,20 +327,20 @@ def passes(task: Task, groups: list[list[str]], device: torch.device) -> list[li
     if task.job.resolved.sequential == "block":
         return [groups]
     room = task.world.broadcast(room_for_sums(device))  # the same passes in all processes
-    groups_of_kind = defaultdict[tuple[object, ...], list[list[str]]](list)
+    groups_of_kind = defaultdict[tuple[object, ...], list[Group]](list)
     for group in groups:
         groups_of_kind[kind_of(task, group[0])].append(group)
-    found: list[list[list[str]]] = []
+    divided: list[list[Group]] = []
     for of_one_kind in groups_of_kind.values():
         left = 0
         for group in of_one_kind:
             size = sums_bytes(task.plans[group[0]].shape[1])
             if size > left:
-                found.append([])
+                divided.append([])
                 left = room
-            found[-1].append(group)
+            divided[-1].append(group)
             left -= size
-    return found
+    return divided
 
 
 def kind_of(task: Task, name: str) -> tuple[object, ...]:
@@ -351,7 +352,7 @@ def kind_of(task: Task, name: str) -> tuple[object, ...]:
     return (id(experts[0]), name.rpartition(".")[2])
 
 
-def compress_in_one_pass(task: Task, hidden: Activations, groups: list[list[str]]) -> list[Done]:
+def compress_in_one_pass(task: Task, hidden: Activations, groups: list[Group]) -> list[Done]:
     """Decompose and replace every group of layers as soon as its input is computed.
 
     Args:
@@ -371,7 +372,7 @@ def compress_in_one_pass(task: Task, hidden: Activations, groups: list[list[str]
 
 
 def replace_group(
-    task: Task, group: list[str], seqlen: int, done: list[Done], opened: ExitStack, x: Tensor
+    task: Task, group: Group, seqlen: int, done: list[Done], opened: ExitStack, x: Tensor
 ) -> Tensor:
     """Compress the layers of a group, given their input.
 

@@ -296,7 +296,7 @@ def allocate(job: Job) -> Allocation:
         allocation = by_outliers(job.walk, plan, job.resolved, segments, job.world)
     else:
         allocation = by_sensitivity(job.walk, plan, job.resolved, job.room, segments, job.world)
-        allocation = dataclasses.replace(allocation, choices=Choices())  # `advise` alone needs them
+        allocation = dataclasses.replace(allocation, choices=Choices())  # others need none
     allocation = job.world.broadcast(allocation)
     if job.world.writes:
         keep(allocation, job.work)

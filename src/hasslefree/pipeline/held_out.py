@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from hasslefree.checkpoint.record import HeldOut, HeldOutRecord, kl_record
 from hasslefree.core.predictions import Comparison
-from hasslefree.distributed import ALONE
 from hasslefree.errors import HasslefreeError, ModelError
 from hasslefree.models.activations import Activations
 from hasslefree.models.calibrate import run_block
@@ -70,7 +69,7 @@ class Check:
             return None
         of_code = code_segments(texts, len(segments), used)
         segments = torch.cat([segments, of_code])
-        check_segments(walk.model, segments, ALONE)
+        check_segments(walk.model, segments)
         return cls(walk, segments.to(walk.weights.device), len(of_code))
 
     def enter_again(self) -> None:
@@ -140,19 +139,18 @@ class Check:
 
     @contextmanager
     def head(self, dense: bool) -> Iterator[None]:
-        """Load the output head of the dense or of the compressed model."""
+        """Let the output head of the dense or of the compressed model run."""
         walk = self.walk
         with walk.outside(dense), computing(walk.model, walk.outer(), unpack=False):
             yield
 
     def logits(self, run: Activations, index: int, first: int) -> Tensor:
-        """The logits for up to `HELD_OUT_ROWS` tokens of a segment, without those after its last
-        token: (tokens, vocabulary).
+        """The predictions after some tokens of a segment, but the last: (tokens, vocabulary).
 
         Args:
             run: the outputs of the last block.
             index: of the segment.
-            first: the index of the first token.
+            first: of the at most `HELD_OUT_ROWS` tokens.
         """
         walk = self.walk
         rows = slice(first, first + HELD_OUT_ROWS)

@@ -46,6 +46,8 @@ from hasslefree.solve.methods.weighted import Weighted
 from hasslefree.train.reference import Reference
 
 Plans = Mapping[str, LayerPlan]
+# Names of layers that share one input.
+Group = list[str]
 # A compressed layer and its record.
 Done = tuple[SparseLowRankLinear, LayerRecord]
 
@@ -74,12 +76,11 @@ class Task:
         return self.job.world
 
 
-def compress_groups(task: Task, groups: list[list[str]], grams: Sequence[Gram]) -> list[Done]:
+def compress_groups(task: Task, groups: list[Group], grams: Sequence[Gram]) -> list[Done]:
     """Decompose and replace the layers of groups; each process solves its share.
 
     Args:
-        groups: for each input, the names of the layers that share it.
-        grams: of the inputs.
+        grams: of the input of each group.
     """
     world = task.world
     plans = {name: task.plans[name] for group in groups for name in group}

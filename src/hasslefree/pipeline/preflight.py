@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hasslefree.checkpoint.entries import checksum
-from hasslefree.distributed import World, local_device
+from hasslefree.distributed import ALONE, World, local_device
 from hasslefree.errors import CalibrationError, ModelError, NonFiniteError, option
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.calls import hooks
@@ -167,7 +167,7 @@ def token_ids(segments: Tensor) -> Tensor:
     return segments.to(torch.int64, copy=True)
 
 
-def check_segments(model: PreTrainedModel, segments: Tensor, world: World) -> None:
+def check_segments(model: PreTrainedModel, segments: Tensor, world: World = ALONE) -> None:
     """Raise a CalibrationError unless segments (samples, seqlen) contain only tokens of the model,
     and there is one for each process.
     """

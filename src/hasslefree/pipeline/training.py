@@ -147,11 +147,10 @@ def train_whole(job: Job, reference: Reference) -> PredictionRecord:
         values += activation_values(block, shapes, settings.tokens(reference.seqlen))
     keep_graphs = in_one_pass(values, walk.weights.device)
     optimizer_device = None if walk.storage == "device" else torch.device("cpu")
-    restore = partial(bring_back, job)
     trainer = Trainer(
         walk, reference, settings, job.world, optimizer_device, keep_graphs, job.deadline
     )
-    predictions = trainer.train(restore)
+    predictions = trainer.train(partial(bring_back, job))
     if predictions["after"] >= predictions["before"]:
         logger.warning(NO_BETTER)
     return predictions
