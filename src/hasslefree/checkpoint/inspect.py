@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +169,11 @@ def kind_table(folder: FolderSize) -> Table:
 def layer_table(folder: FolderSize) -> Table:
     """A row for each layer. The common prefix of all names is in the heading."""
     names = [layer.name.split(".") for layer in folder.layers]
-    heads = zip(*(name[:-1] for name in names), strict=False)
-    shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, heads)]
+    shared: list[str] = []
+    for parts in zip(*(name[:-1] for name in names), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
     heading = f"layer of {'.'.join(shared)}" if shared else "layer"
     pattern = pattern_column(folder)
     figures = columns_of(folder)

@@ -446,8 +446,10 @@ def measured_on(
 
 def increase(measured: HeldOutRecord | None) -> float | None:
     """The increase of log perplexity; None if it was not measured, or is not finite."""
-    before = measured["dense"] if measured else None
-    after = measured["compressed"] if measured else None
+    if measured is None:
+        return None
+    before = measured["dense"]
+    after = measured["compressed"]
     if before and after:
         return math.log(after / before)
     return None

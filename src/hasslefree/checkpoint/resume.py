@@ -425,11 +425,7 @@ def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]
             f"another compression is writing to {folder}; wait for it, or give another folder"
         ) from None
     with locked:
-        before = folder / BEFORE
-        if before.exists() and not out.exists():  # killed between two renames
-            before.rename(out)
-        elif not (folder / "model").exists():  # killed after both: it has been replaced
-            shutil.rmtree(before, ignore_errors=True)
+        repair_replacement(folder, out)
         check_output(out, overwrite)
         progress = intact_progress(folder)
         if progress.parts and not resume and not overwrite:
@@ -449,6 +445,15 @@ def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]
             ended = not read_progress(folder).parts or not work.model.exists()
             if ended and not others(folder):
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def repair_replacement(folder: Path, out: Path) -> None:
+    """Restore or remove the previous OUT if a process was killed while it was replaced."""
+    before = folder / BEFORE
+    if before.exists() and not out.exists():  # killed between the two renames
+        before.rename(out)
+    elif not (folder / "model").exists():  # killed after both
+        shutil.rmtree(before, ignore_errors=True)
 
 
 def others(folder: Path) -> list[Path]:

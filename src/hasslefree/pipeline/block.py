@@ -391,7 +391,7 @@ def replace_group(
     done += new
     for layer, _ in new:
         opened.enter_context(computing(layer))
-    first = new[0][0]
+    first, _ = new[0]
     return first(x)
 
 

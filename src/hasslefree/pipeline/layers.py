@@ -194,9 +194,12 @@ def share_layer(
         done: the layer and its record; None in the other processes.
         empty: creates a layer without values in the other processes.
     """
-    solved = None if done is None else (done[0].spec, done[1])
-    spec, record = world.broadcast(solved, owner)
-    layer = empty(spec) if done is None else done[0]
+    if done is None:
+        spec, record = world.broadcast(None, owner)
+        layer = empty(spec)
+    else:
+        layer, record = done
+        world.broadcast((layer.spec, record), owner)
     for tensor in layer.state_dict().values():
         world.broadcast_(tensor, owner)
     return layer, record
