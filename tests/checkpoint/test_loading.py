@@ -13,6 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 import hasslefree
 from hasslefree import Recipe, SparseLowRankLinear
+from hasslefree.models.sites import find_sites
 from hasslefree.packed.layouts import Bitmask, Columns, PackedGroups
 from tests.tiny_models import build, logits, segments, tensors_of
 
@@ -61,6 +62,20 @@ def test_a_fresh_process_needs_one_import(folder):
     )
     assert done.returncode == 0, done.stderr
     assert "SparseLowRankLinear(in_features=32, out_features=48, rank=2, bias=False, backend=" in done.stdout
+
+
+def test_the_names_of_all_layers_are_listed_once(folder, monkeypatch):
+    """Not once for each layer: models have up to 70,000."""
+    listed = []
+
+    class Sites(dict):
+        def keys(self):
+            listed.append(len(self))
+            return super().keys()
+
+    monkeypatch.setattr("hasslefree.checkpoint.plugin.find_sites", lambda model: Sites(find_sites(model)))
+    AutoModelForCausalLM.from_pretrained(folder)
+    assert len(listed) == 1
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from hasslefree.checkpoint.entries import (
     LAYOUT,
     QUANT_METHOD,
     VERSION,
+    Entry,
     check_format_version,
     check_stored,
     read_entries,
@@ -63,11 +64,12 @@ class HasslefreeQuantizer(HfQuantizer):
         split_experts(model)
         biased = set()
         modules = {}
-        unused = set()
+        used: dict[str, Entry] = {}
         sites = find_sites(model)
         ends = {end.name: end for end in find_ends(model)}
+        names = sites.keys() | ends.keys()
         for listed, entry in entries.items():
-            name = name_in_model(listed, model, sites.keys() | ends.keys())
+            name = name_in_model(listed, model, names)
             if name in ends:
                 layer = empty_end(ends[name], model, entry.spec)
                 ends[name].replace(model, layer)
@@ -75,7 +77,6 @@ class HasslefreeQuantizer(HfQuantizer):
                 layer = empty_layer(sites[name], name, entry.spec)
                 sites[name].replace(layer)
             elif is_unused_head(entry.spec, model):
-                unused.add(listed)
                 continue
             else:
                 raise CheckpointError(
@@ -83,17 +84,14 @@ class HasslefreeQuantizer(HfQuantizer):
                     " embedding of that name; download or copy config.json again, or use the"
                     " version of transformers that compression.json names"
                 )
+            used[listed] = entry
             modules[name] = entry.to_dict()
             if layer.bias is not None:
                 biased.add(listed)
         self.quantization_config.modules = modules
         if checkpoint_files:  # none if the caller gave a state dict
-            check_stored(
-                {listed: entry for listed, entry in entries.items() if listed not in unused},
-                stored_tensors([Path(file) for file in checkpoint_files]),
-                biased,
-                indices=True,
-            )
+            stored = stored_tensors([Path(file) for file in checkpoint_files])
+            check_stored(used, stored, biased, indices=True)
 
     def update_weight_conversions(self, weight_conversions: Any, model: nn.Module) -> Any:
         """Leave out the conversions that fuse experts, which are separate layers here."""
