@@ -78,7 +78,7 @@ def test_globs_in_a_card_keep_their_asterisks():
     routers = tuple(f"m.{i}.{name}" for i in range(2) for name in ("gate.w", "shared_gate.w"))
     card = model_card(Record("m", recipe, "", {}, "cpu", "float32", 8, 8, 3.0, (layer,), dense=routers), {})
     page = MarkdownIt("commonmark").render(card.split("---\n", 2)[2])
-    assert "Left as they are: *.experts.*, m.*.k." in page
+    assert "Left unchanged: *.experts.*, m.*.k." in page
     assert "stayed dense: m.*.gate.w (2), m.*.shared_gate.w (2)." in page
 
 

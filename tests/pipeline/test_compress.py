@@ -335,7 +335,7 @@ def test_the_model_card_says_what_stayed_dense_and_names_no_local_folder_as_a_hu
     card = (tmp_path / "out" / "README.md").read_text()
     assert "base_model" not in card
     assert "7 matrices were pruned (2:4), all of them in the blocks" in card
-    assert r"Left as they are: \*.0.\*." in card
+    assert r"Left unchanged: \*.0.\*." in card
 
 
 def test_a_recipe_file_needs_no_text_beside_given_segments(tmp_path):

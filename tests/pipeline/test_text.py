@@ -195,7 +195,7 @@ def test_without_a_network_the_named_mixture_is_what_is_on_the_machine(offline, 
     assert "no connection" in report.left_out["c4"]
     assert "the calibration has no text of the kind 'chat'" in caplog.text
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "50% python, 50% self (without c4, wikipedia, code, chat, languages, which could not be had)" in card
+    assert "50% python, 50% self (without c4, wikipedia, code, chat, languages, which could not be read)" in card
     assert read_record(tmp_path / "out").left_out == report.left_out
 
 

@@ -205,7 +205,7 @@ def preflight(
     blocks = setup.blocks
     weights.prefetch = check_memory(setup)
     with weights.present(outside(model, blocks)):
-        digests = {"outside": checked(outside_tensors(model, blocks))}
+        digests = {"outside": finite_checksum(outside_tensors(model, blocks))}
 
     silent: dict[str, None] = {}  # an ordered set of the layers that have not run
 
@@ -222,7 +222,7 @@ def preflight(
 
     def inspect(index: int) -> None:
         prefix = blocks.prefix(index)
-        digests[prefix] = checked(block_tensors(blocks.modules[index], prefix))
+        digests[prefix] = finite_checksum(block_tensors(blocks.modules[index], prefix))
 
     with hooks(handles), every_expert_called(model):
         first = segments[:1].to(setup.device)
@@ -252,7 +252,7 @@ def check_ran(model: PreTrainedModel, silent: list[str]) -> None:
     )
 
 
-def checked(tensors: Mapping[str, Tensor]) -> str:
+def finite_checksum(tensors: Mapping[str, Tensor]) -> str:
     """Compute the CRC-32 of the concatenated bytes of tensors.
 
     Raises:

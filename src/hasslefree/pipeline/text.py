@@ -258,7 +258,7 @@ def read_texts(
             logger.warning("the calibration has no text of the kind %r: %s", name, error)
     kept = {name: share for name, share in shares.items() if name not in left_out}
     if not kept:
-        raise CalibrationError("none of the texts of 'mixed' can be had; give a text file")
+        raise CalibrationError("none of the texts of 'mixed' can be read; give a text file")
     total = sum(kept.values())
     kept = {name: share / total for name, share in kept.items()}
     return Texts(model, tokenizer, recipe, device, kept, documents, left_out)
