@@ -76,7 +76,7 @@ def check_replaceable(content: Path, folder: Path) -> None:
     written = read_json(content / FILES) if (content / FILES).exists() else {}
     for name, size in sizes(content):
         if name == FILES:
-            size = 0  # as the list has its own
+            size = 0  # the list was empty when sizes were taken
         if written.get(name) == size:
             continue
         if name.startswith("evaluation") and beginning(content / name) == RESULTS:

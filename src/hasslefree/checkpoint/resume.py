@@ -78,7 +78,7 @@ class FinishedPart:
 
 
 @dataclass(frozen=True)
-class Dealt:
+class StoredPlan:
     """A plan that is not uniform, and the measurements behind it.
 
     Args:
@@ -107,7 +107,7 @@ class Progress:
 
     parts: list[FinishedPart]
     identity: dict[str, Any] | None = None
-    dealt: Dealt | None = None
+    dealt: StoredPlan | None = None
     predictions: PredictionRecord | None = None
     held_out: HeldOut = HeldOut()
     seconds: float = 0.0
@@ -306,7 +306,7 @@ class Unfinished:
         self.progress.seconds = self.seconds
         self.progress.write(self.folder)
 
-    def keep_plan(self, dealt: Dealt, output_weights: Mapping[str, Tensor]) -> None:
+    def store_plan(self, dealt: StoredPlan, output_weights: Mapping[str, Tensor]) -> None:
         """Store a plan and its output weights. The journal lists them when a part is next added."""
         if output_weights:
             with resumable(self.folder):
@@ -314,7 +314,7 @@ class Unfinished:
             dealt = dataclasses.replace(dealt, sha256=written)
         self.progress.dealt = dealt
 
-    def output_weights(self, dealt: Dealt) -> dict[str, Tensor]:
+    def output_weights(self, dealt: StoredPlan) -> dict[str, Tensor]:
         """Read the output weights of the stored plan."""
         if dealt.sha256 is None:
             return {}

@@ -17,7 +17,7 @@ from hasslefree.bar import with_bar
 from hasslefree.checkpoint.entries import checksum
 from hasslefree.checkpoint.output import FILES, check_output
 from hasslefree.checkpoint.record import Record
-from hasslefree.checkpoint.resume import Dealt, Unfinished, unfinished, unfinished_folder
+from hasslefree.checkpoint.resume import StoredPlan, Unfinished, unfinished, unfinished_folder
 from hasslefree.distributed import World, process_group
 from hasslefree.errors import ModelError, OutputError
 from hasslefree.models.activations import check_storage
@@ -290,7 +290,7 @@ def allocate(job: Job) -> Allocation:
     if job.resolved.allocate == "uniform":
         return Allocation(plan)
     if job.work.progress.dealt is not None:
-        return kept(job.work.progress.dealt, plan, job.work)
+        return stored_allocation(job.work.progress.dealt, plan, job.work)
     segments = job.local_segments
     if job.resolved.allocate == "owl":
         allocation = by_outliers(job.walk, plan, job.resolved, segments, job.world)
@@ -299,20 +299,20 @@ def allocate(job: Job) -> Allocation:
         allocation = dataclasses.replace(allocation, choices=Choices())  # others need none
     allocation = job.world.broadcast(allocation)
     if job.world.writes:
-        keep(allocation, job.work)
+        store_allocation(allocation, job.work)
     return allocation
 
 
-def keep(allocation: Allocation, work: Unfinished) -> None:
+def store_allocation(allocation: Allocation, work: Unfinished) -> None:
     """Store an allocation for a resumed run."""
     matrices: list[dict[str, LayerSpec]] = []
     for plans in allocation.plan.parts:
         matrices.append({name: plan.spec for name, plan in plans.items()})
-    dealt = Dealt(matrices, allocation.sensitivities)
-    work.keep_plan(dealt, allocation.output_weights)
+    dealt = StoredPlan(matrices, allocation.sensitivities)
+    work.store_plan(dealt, allocation.output_weights)
 
 
-def kept(dealt: Dealt, uniform: Plan, work: Unfinished) -> Allocation:
+def stored_allocation(dealt: StoredPlan, uniform: Plan, work: Unfinished) -> Allocation:
     """The allocation of an earlier run, without look-ups, since that run has compressed the ends.
 
     Args:
