@@ -147,7 +147,7 @@ def check_tensors(
                 f"{name}.{leaf} has the shape {list(tensor.shape)}, but {list(shape)} according to"
                 f" config.json; {again}"
             )
-        allowed = FLOATS if dtype is None else (dtype,)
+        allowed: Container[torch.dtype] = FLOATS if dtype is None else (dtype,)
         if tensor.dtype not in allowed:
             raise CheckpointError(
                 f"{name}.{leaf} has the dtype {tensor.dtype}, expected"
