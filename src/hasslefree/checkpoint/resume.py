@@ -242,7 +242,7 @@ class Unfinished:
 
     Args:
         bytes: the size of the parts that were finished before this run. If the run does not
-            continue from them, they stay until `discard_earlier`.
+            continue from them, they stay until `remove_unlisted`.
         overwrite: as for `check_output`.
     """
 
@@ -365,21 +365,17 @@ class Unfinished:
         shutil.rmtree(self.scratch, ignore_errors=True)
         self.scratch.mkdir()
         self.model.mkdir(exist_ok=True)
-        self._remove_unlisted(progress)
+        self.remove_unlisted(progress)
 
-    def discard_earlier(self) -> None:
-        """Remove the parts of an earlier run that this run does not continue."""
-        with resumable(self.folder):
-            self._remove_unlisted(self.progress)
-
-    def _remove_unlisted(self, progress: Progress) -> None:
+    def remove_unlisted(self, progress: Progress) -> None:
         """Remove all files but the finished parts, and the journal if there are none."""
         listed = {part.file for part in progress.parts}
-        for path in self.model.iterdir():
-            if path.name not in listed:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        if not listed:
-            (self.folder / JOURNAL).unlink(missing_ok=True)
+        with resumable(self.folder):
+            for path in self.model.iterdir():
+                if path.name not in listed:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if not listed:
+                (self.folder / JOURNAL).unlink(missing_ok=True)
 
 
 def save(file: Path, tensors: Mapping[str, Tensor]) -> str:

@@ -103,32 +103,29 @@ def compress_blocks(
             done = compress_block(task, hidden)
             if job.world.writes:
                 with writing.running():
-                    write_block(task, done)
+                    write_block(job, visit, done)
                     writing.advance()
         with writing.running():
             job.work.wait()
 
 
-def write_block(task: Task, done: list[Done]) -> None:
-    """Write a compressed block."""
-    job = task.job
-    visit = task.visit
-    trained_later = bool(job.resolved.match_predictions)
-    tensors = block_tensors(visit.block, visit.prefix, job.walk.model.all_tied_weights_keys)
-    add_part(job, visit.index + 1, tensors, done, last=not trained_later)
+def write_block(job: Job, visit: Visit, done: list[Done]) -> None:
+    """Write a compressed block. On return, nothing here keeps its tensors in memory."""
+    tied = job.walk.model.all_tied_weights_keys
+    tensors = block_tensors(visit.block, visit.prefix, tied)
+    add_part(job, visit.index + 1, tensors, done)
 
 
-def add_part(
-    job: Job, part: int, tensors: dict[str, Tensor], done: list[Done], last: bool = True
-) -> None:
+def add_part(job: Job, part: int, tensors: dict[str, Tensor], done: list[Done]) -> None:
     """Write a part of the model.
 
     Args:
         part: 0 for the tensors outside the blocks, or the index of a block plus 1.
         done: the compressed layers in the part.
-        last: False if training will change the values.
     """
-    kind = FINAL if last else FITTED
+    kind = FINAL
+    if part and job.resolved.match_predictions:  # training will change the blocks
+        kind = FITTED
     parts = 1 + len(job.walk.blocks.modules)
     job.work.add(
         f"{kind}-{part + 1:05d}-of-{parts:05d}.safetensors",
@@ -274,6 +271,7 @@ def compress_block(task: Task, hidden: Activations) -> list[Done]:
         hidden: inputs of the block. They become the outputs if `has_run` of the visit is set.
     """
     visit = task.visit
+    world = task.job.world
     reads = tensors_read(visit.block, visit.call, hidden[0], task.plans)
     groups = groups_by_input(reads)
     with every_expert_called(visit.block):
@@ -281,7 +279,7 @@ def compress_block(task: Task, hidden: Activations) -> list[Done]:
             return compress_in_one_pass(task, hidden, groups)
         done: list[Done] = []
         for together in passes(task, groups, hidden.device):
-            grams = gather(visit.block, visit.prefix, visit.call, hidden, together, task.world)
+            grams = gather(visit.block, visit.prefix, visit.call, hidden, together, world)
             task.collecting.advance(sum(len(group) for group in together))
             with task.solving.running():
                 done += compress_groups(task, together, grams)
@@ -326,7 +324,7 @@ def passes(task: Task, groups: list[Group], device: torch.device) -> list[list[G
     """
     if task.job.resolved.sequential == "block":
         return [groups]
-    room = task.world.broadcast(room_for_sums(device))  # the same passes in all processes
+    room = task.job.world.broadcast(room_for_sums(device))  # the same passes in all processes
     groups_of_kind = defaultdict[tuple[object, ...], list[Group]](list)
     for group in groups:
         groups_of_kind[kind_of(task, group[0])].append(group)
@@ -404,4 +402,5 @@ def gram_of_input(task: Task, name: str, seqlen: int, x: Tensor) -> Gram:
     collector = Collector([name], seqlen)
     collector.take(name, x)
     with solving(x.device):
-        return checked(collector.sums[name].gram(task.world), f"{task.visit.prefix}.{name}")
+        gram = collector.sums[name].gram(task.job.world)
+        return checked(gram, f"{task.visit.prefix}.{name}")

@@ -260,7 +260,7 @@ def run(job: Job, digests: dict[str, str]) -> Record:
     identity = identity_of(job, description, digests)
     if job.world.writes:
         work.progress.check_identity(identity)
-        work.discard_earlier()
+        work.remove_unlisted(work.progress)  # this run has passed its checks
     reference, check = run_dense_model(job)
     allocation = allocate(job)
     if job.world.writes:

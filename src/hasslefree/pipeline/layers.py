@@ -70,11 +70,6 @@ class Task:
     collecting: Phase
     solving: Phase
 
-    @property
-    def world(self) -> World:
-        """The processes that share the layers of the block."""
-        return self.job.world
-
 
 def compress_groups(task: Task, groups: list[Group], grams: Sequence[Gram]) -> list[Done]:
     """Decompose and replace the layers of groups; each process solves its share.
@@ -82,7 +77,7 @@ def compress_groups(task: Task, groups: list[Group], grams: Sequence[Gram]) -> l
     Args:
         grams: of the input of each group.
     """
-    world = task.world
+    world = task.job.world
     plans = {name: task.plans[name] for group in groups for name in group}
     ranks = world.assign([plan.cost for plan in plans.values()])
     owners = dict(zip(plans, ranks, strict=True))
@@ -174,7 +169,7 @@ def install_layer(task: Task, name: str, owner: int, done: Done | None) -> Done:
         dtype = task.plans[name].dtype
         return SparseLowRankLinear(spec, site.bias is not None, dtype, site.parameter.device)
 
-    layer, record = share_layer(task.world, owner, done, empty)
+    layer, record = share_layer(task.job.world, owner, done, empty)
     if done is None:
         task.solving.advance(layer=record)
     site.replace(layer)
