@@ -202,9 +202,12 @@ def fill(
 def zero_shot(model: str, tasks: list[str], limit: int | None, task_data: Path, dtype: str = "float32") -> Row:
     """The accuracy of a model, dense or compressed, on every task."""
     check_tasks(tasks, task_data)
-    checked = load_tasks(tasks, task_data, limit, Phases())
-    found: Row = evaluate_tasks(loaded(model, dtype), load_tokenizer(model), checked, batch=16, limit=limit)
-    return found
+    phases = Phases()
+    checked = load_tasks(tasks, task_data, limit, phases)
+    scored = evaluate_tasks(
+        loaded(model, dtype), load_tokenizer(model), checked, batch=16, limit=limit, cache=None, phases=phases
+    )
+    return dict(scored)
 
 
 def demo_rows(rounds: int) -> list[Row]:

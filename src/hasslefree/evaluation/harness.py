@@ -11,7 +11,7 @@ import math
 import os
 import sqlite3
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import islice
@@ -36,8 +36,6 @@ from hasslefree.progress import SCORING, TASK_DATA, Phase, Phases
 # of log-likelihoods are so coarse that choices tie.
 SOFTMAX_DTYPE = "float32"
 
-Scores = dict[str, dict[str, Any]]
-
 
 def default_cache() -> Path:
     """The folder of the cache: $XDG_CACHE_HOME/hasslefree, or ~/.cache/hasslefree."""
@@ -57,13 +55,12 @@ def evaluate_tasks(
     tokenizer: Any,
     tasks: dict[str, Any],
     *,
-    batch: int | None = None,
-    limit: int | None = None,
-    cache: Path | None = None,
-    phases: Phases | None = None,
-    keep: Callable[[Scores], None] = lambda scores: None,
-) -> Scores:
-    """Measure the zero-shot accuracy of a loaded model on tasks.
+    batch: int | None,
+    limit: int | None,
+    cache: Path | None,
+    phases: Phases,
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Measure the zero-shot accuracy of a loaded model on tasks; yield each name and its scores.
 
     The model's answer is the choice with the largest log-likelihood after the question.
 
@@ -74,16 +71,13 @@ def evaluate_tasks(
         limit: use only the first rows of each task.
         cache: a folder that keeps every answer, from which an interrupted run continues; None for
             no cache.
-        keep: called with the scores so far, after each task.
 
-    Returns:
-        {task: {"metric", "value", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "rows",
-        "truncated", "version"}}; accuracies are shares. metric: acc_norm if the task defines it,
-        else acc, as in the paper; value: that metric. truncated: the number of rows whose question
-        lost its beginning, because it is longer than the model's window.
+    Yields:
+        The name of a task, and {"metric", "value", "acc", "acc_stderr", "acc_norm",
+        "acc_norm_stderr", "rows", "truncated", "version"}; accuracies are shares. metric: acc_norm
+        if the task defines it, else acc, as in the paper; value: that metric. truncated: the number
+        of rows whose question lost its beginning, because it is longer than the model's window.
     """
-    phases = phases or Phases()
-    scores: Scores = {}
     with quiet_harness(), fast_products(model), ExitStack() as stack:
         with phases.phase(TASK_DATA):
             import lm_eval
@@ -106,11 +100,9 @@ def evaluate_tasks(
             for name, task in tasks.items():
                 with loading("the tasks cannot be answered", DOWNLOAD_AGAIN):
                     results = lm_eval.evaluate(answering, {"tasks": {name: task}}, limit=limit)
-                scores[name] = task_scores(results, lm, name)
                 answered += answers[name]
                 phase.reach(answered)  # with the answers of the cache
-                keep(scores)
-    return scores
+                yield name, task_scores(results, lm, name)
 
 
 def leave_open(lm: Any) -> None:
@@ -145,11 +137,7 @@ def count_new_answers(lm: Any, phase: Phase) -> None:
     """
     store = lm.cache_hook.add_partial
 
-    def store_and_count(
-        kind: str,
-        request: Any,
-        answer: Any,
-    ) -> None:
+    def store_and_count(kind: str, request: Any, answer: Any) -> None:
         if math.isnan(answer[0]):  # every comparison with it is false: a wrong accuracy
             raise NonFiniteError(
                 "the log-likelihood of an answer is NaN; look for NaN or Inf in the model's"
@@ -161,11 +149,7 @@ def count_new_answers(lm: Any, phase: Phase) -> None:
     lm.cache_hook.add_partial = store_and_count
 
 
-def task_scores(
-    results: Any,
-    lm: Any,
-    name: str,
-) -> dict[str, Any]:
+def task_scores(results: Any, lm: Any, name: str) -> dict[str, Any]:
     """The scores of one task from the results of the harness."""
     found = results["results"][name]
     accuracies: dict[str, Any] = {}

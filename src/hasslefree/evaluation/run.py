@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,7 +22,7 @@ from hasslefree.checkpoint.record import KLRecord, kl_record, versions
 from hasslefree.core.predictions import Comparison
 from hasslefree.core.products import fast_products
 from hasslefree.errors import CalibrationError, ModelError, NonFiniteError, option
-from hasslefree.evaluation.harness import Scores, evaluate_tasks, load_tasks
+from hasslefree.evaluation.harness import evaluate_tasks, load_tasks
 from hasslefree.evaluation.tasks import check_harness, check_tasks
 from hasslefree.models.load import check_ids, load_model, resolve_seqlen
 from hasslefree.models.names import recorded_name
@@ -220,21 +219,20 @@ class Subject:
         }
         return cls(model, tokenizer, results)
 
-    def add_scores(self, limit: int | None, keep: Callable[[], None], scores: Scores) -> None:
-        """Add the accuracy on tasks so far to the results.
+    def add_scores(self, task: str, scores: dict[str, Any], limit: int | None) -> None:
+        """Add the scores of a task to the results.
 
         Args:
-            limit: the rows of each task.
-            keep: called afterwards.
-            scores: from `evaluate_tasks`; those of the last task are new.
+            scores: from `evaluate_tasks`.
+            limit: number of rows used of each task; None for all.
         """
         name = self.results["model"]
-        task, score = list(scores.items())[-1]
-        percent = 100 * score["value"]
-        logger.info("%s of %s on %s: %.2f %%", score["metric"], name, task, percent)
-        values = [score["value"] for score in scores.values()]
-        self.results.update(tasks=scores, limit=limit, average=sum(values) / len(values))
-        keep()
+        percent = 100 * scores["value"]
+        logger.info("%s of %s on %s: %.2f %%", scores["metric"], name, task, percent)
+        tasks = self.results.setdefault("tasks", {})
+        tasks[task] = scores
+        values = [each["value"] for each in tasks.values()]
+        self.results.update(limit=limit, average=sum(values) / len(values))
 
 
 @typed
@@ -327,18 +325,21 @@ def evaluate(
         add_row(subjects, text, row)
         keep(results)
 
+    if not loaded:
+        return results
     for subject in subjects:
-        if loaded:
-            evaluate_tasks(
-                subject.model,
-                subject.tokenizer,
-                loaded,
-                batch=batch,
-                limit=limit,
-                cache=cache,
-                phases=phases,
-                keep=partial(subject.add_scores, limit, partial(keep, results)),
-            )
+        scored = evaluate_tasks(
+            subject.model,
+            subject.tokenizer,
+            loaded,
+            batch=batch,
+            limit=limit,
+            cache=cache,
+            phases=phases,
+        )
+        for task, scores in scored:
+            subject.add_scores(task, scores, limit)
+            keep(results)
     return results
 
 
