@@ -64,7 +64,8 @@ def test_models_take_turns_and_medians_count(monkeypatch):
 
     class Timed:
         def __init__(self, name, settings):
-            self.name, self.turns = name, iter([(9.0, 90.0), (1.0, 10.0), (2.0, 20.0), (3.0, 30.0), (0.5, 5.0)])
+            seconds = [(9.0, 90.0), (1.0, 10.0), (2.0, 20.0), (3.0, 30.0), (0.5, 5.0)]
+            self.name, self.turns = name, iter([bench.Turn(*pair) for pair in seconds])
 
         def answer(self):
             return 1000

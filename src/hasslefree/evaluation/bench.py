@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -25,7 +25,6 @@ from hasslefree.errors import (
 from hasslefree.evaluation.continuation import Writer
 from hasslefree.models.load import most_positions
 from hasslefree.packed.linear import use_backend
-from hasslefree.validation import Checked, Positive
 
 # Tokens before those whose writing is timed.
 SHORT = 16
@@ -33,7 +32,7 @@ TURNS = 5
 
 
 @dataclass(frozen=True)
-class Bench(Checked):
+class Bench:
     """What is measured, and how a model is loaded.
 
     Args:
@@ -43,8 +42,8 @@ class Bench(Checked):
         options: the dtype, device and trust_remote_code of `load_model`.
     """
 
-    new_tokens: Positive
-    prompt: Positive
+    new_tokens: int
+    prompt: int
     threads: int | None
     backend: str | None
     options: dict[str, Any]
@@ -63,6 +62,13 @@ class Speed:
     tokens_per_second: float
     prompt_seconds: float
     weights: int
+
+
+class Turn(NamedTuple):
+    """The seconds in which a model wrote and read text in one turn."""
+
+    writing: float
+    reading: float
 
 
 class Contender:
@@ -103,11 +109,11 @@ class Contender:
             raise found
         return found
 
-    def turn(self) -> tuple[float, float]:
-        """The seconds of writing, and of reading. Raises a ModelError as `answer`."""
-        with suppress(ConnectionError):  # the process ended meanwhile, as `answer` says
+    def turn(self) -> Turn:
+        """Take a turn. Raises a ModelError as `answer` does."""
+        with suppress(ConnectionError):  # the process ended meanwhile, which `answer` reports
             self.connection.send("turn")
-        seconds: tuple[float, float] = self.answer()
+        seconds: Turn = self.answer()
         return seconds
 
     def end(self) -> None:
@@ -175,11 +181,11 @@ class Runner:
         settings: Any = writer.model.generation_config
         settings.stop_strings = None  # a text that ends early would count as a fast one
 
-    def turn(self) -> tuple[float, float]:
-        """The seconds of writing, and of reading."""
-        written = self.seconds(SHORT, self.bench.new_tokens)
-        read = self.seconds(self.bench.prompt, 1)
-        return written, read
+    def turn(self) -> Turn:
+        """Write and read text once."""
+        writing = self.seconds(SHORT, self.bench.new_tokens)
+        reading = self.seconds(self.bench.prompt, 1)
+        return Turn(writing, reading)
 
     def seconds(self, prompt: int, new_tokens: int) -> float:
         """The time in which a prompt of some tokens is read and new ones are written."""
@@ -209,7 +215,7 @@ def run_bench(names: dict[str, str], bench: Bench) -> dict[str, Speed]:
     contenders = {role: Contender(name, bench) for role, name in names.items()}
     try:
         weights = {role: contender.answer() for role, contender in contenders.items()}
-        turns: dict[str, list[tuple[float, float]]] = {role: [] for role in names}
+        turns: dict[str, list[Turn]] = {role: [] for role in names}
         for _ in range(TURNS):
             for role, contender in contenders.items():
                 turns[role].append(contender.turn())
@@ -217,7 +223,8 @@ def run_bench(names: dict[str, str], bench: Bench) -> dict[str, Speed]:
         for contender in contenders.values():
             contender.end()
     speeds: dict[str, Speed] = {}
-    for role, seconds in turns.items():
-        written, read = map(statistics.median, zip(*seconds, strict=True))
-        speeds[role] = Speed(bench.new_tokens / written, read, weights[role])
+    for role, taken in turns.items():
+        writing = statistics.median(turn.writing for turn in taken)
+        reading = statistics.median(turn.reading for turn in taken)
+        speeds[role] = Speed(bench.new_tokens / writing, reading, weights[role])
     return speeds
