@@ -159,9 +159,11 @@ class Command(UntypedSwitches, TyperCommand):
         TyperCommand.format_help(brief, ctx, formatter)
 
 
-HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
-    cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, context_settings=HELP
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 command = partial(app.command, cls=Command)
 
@@ -173,13 +175,10 @@ def flag(panel: str | None, help: str, *names: str, **settings: Any) -> Any:
 
 def print_versions(wanted: bool) -> None:
     if wanted:
-        libraries = (f"{name} {version(name)}" for name in ("torch", "transformers"))
-        print(
-            f"hasslefree {hasslefree.__version__}",
-            f"python {platform.python_version()}",
-            *libraries,
-            sep="\n",
-        )
+        print("hasslefree", hasslefree.__version__)
+        print("python", platform.python_version())
+        for name in ("torch", "transformers"):
+            print(name, version(name))
         raise typer.Exit
 
 

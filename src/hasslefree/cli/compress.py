@@ -79,8 +79,8 @@ def recipe_options() -> Iterator[Parameter]:
     for field in sorted(dataclasses.fields(Fields), key=place):
         text = COMMON.get(field.name) or help_of(field.name)
         group = None if field.name in COMMON else field.metadata["group"]
-        if field.default not in (None, ()):
-            default = field.default
+        default = field.default
+        if default not in (None, ()):
             if types[field.name] is bool:
                 default = "on" if default else "off"
             text = f"{text.rstrip('.')} (default: {default})."
@@ -97,10 +97,11 @@ def flag_type(hint: Any) -> Any:
 
     It is int for int | None, list[str] for tuple[str, …] or a union with it, and str for a Literal.
     """
-    if any(typing.get_origin(kind) is tuple for kind in (hint, *typing.get_args(hint))):
+    kinds = (hint, *typing.get_args(hint))
+    if any(typing.get_origin(kind) is tuple for kind in kinds):
         return list[str]
     for kind in (bool, int, float):
-        if kind == hint or kind in typing.get_args(hint):
+        if kind in kinds:
             return kind
     return str
 

@@ -81,10 +81,12 @@ def call_evaluate(
         raise RecipeError(
             "name at least one text or task, such as --perplexity wikitext2 or --tasks piqa"
         )
-    of_texts = {"--kl": kl, "--seqlen": seqlen, "--max-tokens": max_tokens}
-    check_used(of_texts, bool(perplexity), "a text, such as --perplexity wikitext2")
-    of_tasks = {"--limit": limit, "--task-data": task_data, "--cache": cache}
-    check_used(of_tasks, bool(tasks), "a task, such as --tasks piqa")
+    if not perplexity:
+        of_texts = {"--kl": kl, "--seqlen": seqlen, "--max-tokens": max_tokens}
+        check_absent(of_texts, "a text, such as --perplexity wikitext2")
+    if not tasks:
+        of_tasks = {"--limit": limit, "--task-data": task_data, "--cache": cache}
+        check_absent(of_tasks, "a task, such as --tasks piqa")
     dense = dense_model(model, dense, trust_remote_code, needed=bool(kl))
     beside = model_beside(model, dense, kl, dtype, device) if perplexity else None
     content: dict[str, Any] = {}
@@ -119,10 +121,10 @@ def call_evaluate(
             common.show(content, output, as_json, *result_tables(content))
 
 
-def check_used(options: dict[str, Any], used: bool, needed: str) -> None:
-    """Raise a RecipeError if an option is given and not used. needed: what it is for."""
+def check_absent(options: dict[str, Any], needed: str) -> None:
+    """Raise a RecipeError if an option is given. needed: what the options apply to."""
     for option, value in options.items():
-        if value and not used:
+        if value:
             raise RecipeError(f"{option} needs {needed}; name one, or leave it out")
 
 
@@ -160,22 +162,23 @@ def dense_model(
     from hasslefree.evaluation.continuation import ORIGINAL, dense_original
     from hasslefree.models.tokenizer import load_tokenizer
 
-    compressed = (Path(model) / "compression.json").is_file()
-    needed = needed or dense == ORIGINAL
-    if dense in (None, ORIGINAL) and (compressed or needed):
-        try:
-            return str(dense_original(Path(model)))
-        except ModelError as error:
-            if needed:
-                raise
-            common.say(f"{error}.")
-            return None
-    if dense == "none" and needed:
-        raise ModelError("--kl needs the dense model; name one with --dense, or leave out --kl")
-    if dense is None or dense == "none":
+    if dense == "none":
+        if needed:
+            raise ModelError("--kl needs the dense model; name one with --dense, or leave out --kl")
         return None
-    load_tokenizer(dense, trust_remote_code)
-    return dense
+    if dense is not None and dense != ORIGINAL:
+        load_tokenizer(dense, trust_remote_code)
+        return dense
+    needed = needed or dense == ORIGINAL
+    if not needed and not (Path(model) / "compression.json").is_file():
+        return None
+    try:
+        return str(dense_original(Path(model)))
+    except ModelError as error:
+        if needed:
+            raise
+        common.say(f"{error}.")
+        return None
 
 
 def result_tables(results: dict[str, Any]) -> list[Table]:

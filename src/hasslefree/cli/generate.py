@@ -225,7 +225,8 @@ def writer_table(writers: dict[str, Writer], texts: Sequence[Continuation] = ())
     """The models and the memory of their weights; with texts, the number of tokens and the speed
     after the first.
     """
-    comparison = table(["", "model"], ["weights", *(["tokens", "tokens/s"] if texts else [])])
+    speeds = ["tokens", "tokens/s"] if texts else []
+    comparison = table(["", "model"], ["weights", *speeds])
     for index, (role, writer) in enumerate(writers.items()):
         cells = [role, writer.name, size(writer.bytes)]
         if texts:
