@@ -92,10 +92,7 @@ LIMITS = ("greater_than_equal", "greater_than")
 
 
 def typed(function: F) -> F:
-    """A function whose arguments must be of their types; an ArgumentError names the first that is
-    not.
-    """
-    parameters = inspect.signature(function).parameters
+    """Check the types of a function's arguments; an ArgumentError names the first wrong one."""
 
     @functools.cache
     def checked() -> Callable[..., Any]:
@@ -107,21 +104,26 @@ def typed(function: F) -> F:
         try:
             return checked()(*args, **options)
         except ValidationError as error:
-            first = error.errors()[0]
-            place = first["loc"][0]
-            name = list(parameters)[place] if isinstance(place, int) else place
-            if name not in parameters or first["type"] == "missing_argument":
-                raise ArgumentError(f"{function.__name__}: {name}: {first['msg']}") from None
-            limits = [each["msg"] for each in error.errors() if each["type"] in LIMITS]
-            if limits:
-                cause = describe_limit(limits[0])
-            else:
-                kind = inspect.formatannotation(get_type_hints(function)[name])
-                cause = kind.replace("'", "")
-            message = f"{name} must be {cause}, got {first['input']!r:.60}"
-            raise ArgumentError(message, (name,)) from None
+            raise argument_error(function, error.errors()) from None
 
     return call  # type: ignore[return-value]
+
+
+def argument_error(function: Callable[..., Any], errors: list[ErrorDetails]) -> ArgumentError:
+    """The error about the first wrong argument of a call."""
+    first = errors[0]
+    names = list(inspect.signature(function).parameters)
+    place = first["loc"][0]
+    name = names[place] if isinstance(place, int) else place
+    if name not in names or first["type"] == "missing_argument":
+        return ArgumentError(f"{function.__name__}: {name}: {first['msg']}")
+    limits = [each["msg"] for each in errors if each["type"] in LIMITS]
+    if limits:
+        cause = describe_limit(limits[0])
+    else:
+        kind = inspect.formatannotation(get_type_hints(function)[name])
+        cause = kind.replace("'", "")
+    return ArgumentError(f"{name} must be {cause}, got {first['input']!r:.60}", (name,))
 
 
 def plain(value: Any) -> Any:

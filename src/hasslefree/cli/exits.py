@@ -53,7 +53,9 @@ def usage_sentence(error: Any) -> str:
     cause = error.format_message()
     if getattr(error, "possibilities", None):  # any options that share a letter or two
         close = difflib.get_close_matches(error.option_name, error.possibilities, 1, CLOSE)
-        cause = error.message.rstrip(".") + "".join(f". Did you mean {name}?" for name in close)
+        cause = error.message.rstrip(".")
+        if close:
+            cause += f". Did you mean {close[0]}?"
     cause = escaped(cause).rstrip(".")
     context = error.ctx
     end = "" if cause.endswith("?") else "."

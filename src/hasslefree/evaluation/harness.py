@@ -172,11 +172,9 @@ def task_scores(results: Any, lm: Any, name: str) -> dict[str, Any]:
 
 
 def is_truncated(lm: Any, requests: Sequence[tuple[str, str]]) -> bool:
-    """Tell if the harness cut a question, or its choices, to the window of the model."""
-    for question, choice in requests:
-        if len(lm.tok_encode(question + choice)) > lm.max_length + 1:
-            return True
-    return False
+    """Return whether the harness truncated a question or its choices to the model's window."""
+    lengths = (len(lm.tok_encode(question + choice)) for question, choice in requests)
+    return any(length > lm.max_length + 1 for length in lengths)
 
 
 @contextmanager

@@ -247,18 +247,14 @@ def variables_of_factors(layer: SparseLowRankLinear, scale: Tensor) -> Iterator[
         yield plain(layer.get_parameter("low_rank_v"), scale / of_rows.unsqueeze(1))
         return
     # Not balanced: they are mixed so that rounding costs little.
-    for name, leaf, unit in (("low_rank_u", u, torch.ones_like(u[0, 0])), ("low_rank_v", v, scale)):
-        leaf = leaf.clone().requires_grad_()
-        layer.wide_factors[name] = leaf
-        yield Variable(leaf, leaf.detach() * unit, unit, coded(layer, name, leaf))
+    yield coded(layer, "low_rank_u", u, torch.ones_like(u[0, 0]))
+    yield coded(layer, "low_rank_v", v, scale)
 
 
-def coded(
-    layer: SparseLowRankLinear,
-    name: str,
-    leaf: Tensor,
-) -> Callable[[Tensor], None]:
-    """A function that stores a factor as codes in the layer, and their values in the leaf."""
+def coded(layer: SparseLowRankLinear, name: str, factor: Tensor, unit: Tensor) -> Variable:
+    """A factor that is stored as codes in the layer, and their values in the leaf."""
+    leaf = factor.clone().requires_grad_()
+    layer.wide_factors[name] = leaf
     # The dtype in which scales are stored: they are wider while the block is `computing`.
     dtype = layer.weight.dtype
 
@@ -268,7 +264,7 @@ def coded(
         layer.get_parameter(f"{name}_scale").copy_(rows.scale)
         leaf.copy_(rows.values())
 
-    return store
+    return Variable(leaf, factor * unit, unit, store)
 
 
 def norms(block: nn.Module) -> Iterator[nn.Parameter]:
