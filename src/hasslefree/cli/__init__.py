@@ -15,9 +15,9 @@ from hasslefree.cli.exits import report
 
 
 def run_app() -> None:
-    """Run the command line; whatever ends it becomes a sentence and an exit code."""
+    """Run the command line; report an exception in one sentence, and exit with its code."""
     register_post_import_hook(_quiet_transformers, "transformers.utils.logging")
-    # If the hub is out of reach, the error at the end is shown, and not every retry.
+    # If the hub cannot be reached, only the final error is shown, not every retry.
     register_post_import_hook(
         lambda logging: logging.set_verbosity_error(), "huggingface_hub.utils.logging"
     )
@@ -33,7 +33,7 @@ def run_app() -> None:
 
 
 def _accept_any_text() -> None:
-    """Print in a locale without UTF-8, and print and read names that are not UTF-8."""
+    """Print any text, in any locale, and read names that are not UTF-8."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -44,6 +44,6 @@ def _accept_any_text() -> None:
 
 
 def _quiet_transformers(logging: Any) -> None:
-    """Leave progress to the package's own bars, and show only errors."""
+    """Show only errors: the package has progress bars of its own."""
     logging.disable_progress_bar()
     logging.set_verbosity_error()

@@ -23,7 +23,7 @@ from hasslefree.units import duration
 
 @contextmanager
 def phase_bars() -> Iterator[Listener]:
-    """Print log lines within the context, and on a terminal bars below them; yield the listener."""
+    """Print log lines, and on a terminal progress bars below them; yield the listener."""
     logger = logging.getLogger("hasslefree")
     level = logger.level
     lines = Lines()
@@ -43,9 +43,7 @@ def phase_bars() -> Iterator[Listener]:
 
 
 class Lines(logging.Handler):
-    """A log handler that prints plain text, whatever the names in it hold. Errors in it name flags,
-    not arguments of Python.
-    """
+    """A log handler that prints records as plain text. Errors name flags, not Python arguments."""
 
     def emit(self, record: logging.LogRecord) -> None:
         shown = copy.copy(record)
@@ -55,12 +53,12 @@ class Lines(logging.Handler):
 
 
 def as_on_command_line(value: object) -> object:
-    """The message of an error with its flags; any other value as it is."""
+    """The message of an error, with flags; any other value unchanged."""
     return with_flags(value.message) if isinstance(value, HasslefreeError) else value
 
 
 class Bars(Progress):
-    """The phases under way, the time of the run and the error of the last layer; nothing is cut."""
+    """Bars of the running phases, the time so far and the error of the last layer, uncut."""
 
     def __init__(self, console: Console) -> None:
         self.phases: dict[str, TaskID] = {}

@@ -16,15 +16,15 @@ from hasslefree.units import size, table
 if TYPE_CHECKING:
     from hasslefree.evaluation.bench import Speed
 
-MEASURED = "What is measured"
+MEASURED = "Measurements"
 
 
 @command("bench", rich_help_panel=common.MEASURE)
 def call_bench(
     folder: Folder,
     dense: Annotated[str | None, flag(None, BESIDE)] = None,
-    new_tokens: Annotated[int, flag(MEASURED, "Tokens that are written.", min=2)] = 64,
-    prompt: Annotated[int, flag(MEASURED, "Tokens of a prompt that is read.", min=1)] = 256,
+    new_tokens: Annotated[int, flag(MEASURED, "Tokens to generate.", min=2)] = 64,
+    prompt: Annotated[int, flag(MEASURED, "Tokens of the prompt.", min=1)] = 256,
     threads: Threads = None,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -34,15 +34,15 @@ def call_bench(
     output: Output = None,
     quiet: Quiet = False,
 ) -> None:
-    """Measure speed and memory, beside those of the dense model.
+    """Measure speed and memory, and compare them with the dense model.
 
-    Tokens per second, the time of a prompt, and the memory of the weights. The models take turns,
-    each in a process of its own, and both are in memory. Medians of five turns are shown.
+    The table shows tokens per second, the time to read a prompt, and the memory of the weights, as
+    medians of five turns. The models take turns, each in its own process; both are in memory.
     """
     from hasslefree.checkpoint.record import read_record
     from hasslefree.evaluation.bench import Bench, run_bench
 
-    read_record(folder)  # raises where OUT is no compressed folder
+    read_record(folder)  # raises an error if OUT is not a compressed folder
     names = {"compressed": str(folder)}
     beside = dense_model(str(folder), dense, trust_remote_code)
     if beside is not None:
@@ -56,7 +56,7 @@ def call_bench(
 
 
 def speed_table(speeds: dict[str, Speed], prompt: int) -> Table:
-    """The figures of each model; those of the compressed one also over the dense one's."""
+    """Table of each model's figures, with the ratios of the compressed to the dense model."""
     rows = table([""], ["tokens/s", f"prompt of {prompt}, s", "weights"])
     dense = speeds.get("dense")
     for role, speed in speeds.items():

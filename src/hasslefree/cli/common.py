@@ -1,4 +1,4 @@
-"""What every command shares: the application, its options, the console, and the results."""
+"""Shared by all commands: the application, common options, the console and printed results."""
 
 import copy
 import json
@@ -34,9 +34,7 @@ OUTPUT = "Output"
 
 
 class Console(rich.console.Console):
-    """A console that shows control characters in a text escaped. Styles are apart from the text,
-    and stay.
-    """
+    """A console that escapes control characters in texts. Styles are not affected."""
 
     def render(self, *content: Any, **options: Any) -> Iterator[Segment]:
         for segment in super().render(*content, **options):
@@ -46,25 +44,25 @@ class Console(rich.console.Console):
                 yield Segment(escaped(segment.text, "\n\t"), segment.style)
 
 
-# Under torchrun, which sets both variables, the first process alone speaks, but for errors.
+# Under torchrun, which sets both variables, only the first process prints more than errors.
 QUIET_PROCESS = "WORLD_SIZE" in os.environ and os.environ.get("RANK", "0") != "0"
 console = Console(quiet=QUIET_PROCESS)
-# A terminal wraps lines by itself, but within words.
+# Elsewhere lines are not wrapped. A terminal alone would break lines within words.
 ON_TERMINAL = bool(sys.stderr) and sys.stderr.isatty()
 errors = Console(stderr=True, soft_wrap=not ON_TERMINAL)
 
 
-# Flags that take several values. --prompt does not: it is repeated before each text.
+# Flags that take several values. --prompt is not one: it is repeated before each text.
 LIST_FLAGS = ("--perplexity", "--tasks", "--leave-dense", "--calibration")
 
 
-# A command with more parameters has a brief help. The key says whether -h asked for it.
+# Commands with more parameters have a brief help; this key of the context is true after -h.
 MANY = 30
 BRIEF = "hasslefree.brief"
 
 
 class UntypedSwitches:
-    """A command, or a group of them, whose help shows no type of a switch."""
+    """A command or group whose help shows no type for switches."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         options: list[Any] = super().get_params(ctx)  # type: ignore[misc]
@@ -75,9 +73,7 @@ class UntypedSwitches:
 
 
 class Commands(UntypedSwitches, TyperGroup):
-    """The commands; an interruption ends each of them with a line that says so, and exit code
-    130.
-    """
+    """The group of all commands. An interruption is reported in a line, with exit code 130."""
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)
@@ -85,7 +81,7 @@ class Commands(UntypedSwitches, TyperGroup):
             command.params += [option for option in self.params if option.name == "verbose"]
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Say what a word in the place of a command was meant for."""
+        """Suggest the intended command if the first word is not a command."""
         name = args[0]
         if name in self.commands:  # there may be a folder of the same name
             return super().resolve_command(ctx, args)
@@ -138,8 +134,8 @@ class Command(UntypedSwitches, TyperCommand):
         return super().parse_args(ctx, words)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Explain all options; or, with -h, the common ones of a command that has many, and name
-        the others.
+        """Explain all options; with -h, only the common ones if there are many, and name the
+        others.
         """
         if not ctx.meta.get(BRIEF) or len(self.params) <= MANY:
             super().format_help(ctx, formatter)
@@ -209,8 +205,8 @@ def set_quiet(quiet: bool) -> bool:
 
 
 def leave_standard_output(as_json: bool) -> bool:
-    """With --json, standard output is for the JSON alone: bars, tables and remarks go to standard
-    error.
+    """With --json, print bars, tables and remarks on standard error, and only JSON on standard
+    output.
     """
     console.stderr = as_json
     return as_json
@@ -225,7 +221,7 @@ def check_output_file(context: typer.Context, output: Path | None) -> Path | Non
     return output
 
 
-# With what the results of a command begin.
+# The first key in the results of each command.
 FIRST_RESULTS = {
     "bench": "compressed",
     "evaluate": "model",
@@ -267,8 +263,8 @@ Private = Annotated[
 def show(
     results: dict[str, Any], output: Path | None, as_json: bool, *tables: RenderableType
 ) -> None:
-    """The results of a command: as tables, or as JSON with --json; and as JSON in the file of
-    --output.
+    """Print the results of a command as tables, or with --json as JSON, and write the JSON to the
+    file of --output.
     """
     if not as_json:
         for table in tables:
@@ -287,7 +283,7 @@ def write_file(results: dict[str, Any], output: Path) -> None:
 
 
 def say(text: str, **settings: Any) -> None:
-    """Print a text as it is: paths may hold what rich would take for markup."""
+    """Print a text literally: rich could take parts of a path for markup."""
     console.print(text, markup=False, highlight=False, soft_wrap=True, **settings)
 
 
@@ -302,7 +298,7 @@ def prepare_push(name: str | None, private: bool) -> None:
 
 
 def push(folder: Path, name: str | None) -> None:
-    """Upload a folder to the name of --push-to, with the progress bars of the hub's own library."""
+    """Upload a folder to the repository of --push-to, with huggingface_hub's progress bars."""
     if name is not None and not QUIET_PROCESS:
         from huggingface_hub.utils import enable_progress_bars  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""The commands that lead to a compression: `compress`, `plan`, `methods` and `demo`."""
+"""The commands about compression: `compress`, `plan`, `methods` and `demo`."""
 
 import dataclasses
 import functools
@@ -37,15 +37,15 @@ from hasslefree.recipe.recipe import Recipe
 if TYPE_CHECKING:
     from hasslefree.checkpoint.record import Record
 
-# What a user of a result must know, in lines of at most 80 columns.
+# Advice printed after a compression, in lines of at most 80 columns.
 SMALL_ELSEWHERE = """\
 To run a small file in llama.cpp, vLLM or MLX, compress again with --engine."""
 IMPORT_FIRST = """\
 In Python, `import hasslefree` before transformers loads the folder: otherwise
 the compressed layers get random weights, and transformers only warns."""
 SETTINGS = "List the settings of this method, pruner or low-rank solver instead."
-# The options that most users need stand before all headings, in a line or two; the page on recipes
-# says more.
+# Short help for the options that most users need, which precede all headings. The reference page on
+# recipes explains them in full.
 COMMON = {
     "size": "Total bytes (1.5GB) or bits per compressed weight (4.8bits; default: 5.2bits).",
     "bits": "Bits of S in every layer (default: by --size).",
@@ -66,9 +66,9 @@ Activations = Annotated[
 
 
 def recipe_options() -> Iterator[Parameter]:
-    """Yield an option for each field, first the common ones, then group by group.
+    """Yield an option for each field: first the common ones, then group by group.
 
-    An option that is not given is None.
+    Options that are not given are None.
     """
     types = typing.get_type_hints(Fields)
 
@@ -85,7 +85,7 @@ def recipe_options() -> Iterator[Parameter]:
                 default = "on" if default else "off"
             text = f"{text.rstrip('.')} (default: {default})."
         kind = flag_type(types[field.name])
-        # The column of types would be wider for the type of a list.
+        # The type of a list would widen the column of types.
         metavar = "<str>" if kind == list[str] else None
         option = flag(group, text, *field.metadata.get("flags", ()), metavar=metavar)
         annotation: Any = Annotated[kind | None, option]
@@ -107,8 +107,8 @@ def flag_type(hint: Any) -> Any:
 
 
 def with_recipe(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of a recipe, and `--recipe`; the command gets the resulting recipe
-    as `recipe`.
+    """Add the options of a recipe, and `--recipe`, to a command, which receives the resulting
+    recipe as `recipe`.
     """
 
     @functools.wraps(command)
@@ -122,7 +122,7 @@ def with_recipe(command: Callable[..., None]) -> Callable[..., None]:
         command(recipe=made, **values)
 
     text = (
-        "YAML file (-: standard input) with any of these options; the command line wins over it"
+        "YAML file (-: standard input) with any of these options; the command line overrides it"
         " (default: none)."
     )
     file = Annotated[Path | None, flag(BUDGET, text, metavar="FILE")]
@@ -168,7 +168,7 @@ def call_compress(
     except KeyboardInterrupt:
         raise KeyboardInterrupt("Interrupted before anything was written.") from None
 
-    read_seconds(out, "")  # raises an error if their file is another one
+    read_seconds(out, "")  # raises an error if a foreign file is in the way
     common.prepare_push(push_to, private)
     try:
         with phase_bars() as progress:
@@ -289,8 +289,8 @@ def demo(
     Several methods are compared by perplexity; then the dense and the last compressed model
     continue a prompt.
     """
-    # Read when torch is loaded. The products of the demo are small: a second thread gains little on
-    # an idle machine, and beside other programs the two wait for each other most of the time.
+    # torch reads this when it is imported. The demo's matrices are small: a second thread gains
+    # little on an idle machine, and on a busy one the threads mostly wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from hasslefree.demo.run import demo_table, run_demo, sample_table
 

@@ -1,5 +1,5 @@
-"""The command `evaluate`: perplexity, KL divergence and tasks, of a compressed model and its dense
-one.
+"""The command `evaluate`: perplexity, KL divergence and zero-shot tasks, of a compressed and its
+dense model.
 """
 
 from functools import partial
@@ -72,7 +72,7 @@ def call_evaluate(
     """Measure perplexity on texts and accuracy on zero-shot tasks.
 
     If MODEL is a compressed folder, its dense model is measured too, and the KL divergence of
-    their predictions. Each result is printed, and written to FILE, as soon as it is there.
+    their predictions. Each result is printed, and written to FILE, as soon as it is known.
     """
     from hasslefree.evaluation.harness import default_cache
     from hasslefree.evaluation.run import evaluate
@@ -116,7 +116,7 @@ def call_evaluate(
             measure(model, dense=beside, keep=keep, progress=progress)
             if dense is not None and beside is None:
                 measure(dense, keep=lambda measured: keep({"dense": measured}), progress=progress)
-    finally:  # the dense model may fail, and its error leaves the results of the first
+    finally:  # shows the results of the first model if the dense one fails
         if content:
             common.show(content, output, as_json, *result_tables(content))
 
@@ -153,11 +153,11 @@ def dense_model(
     trust_remote_code: bool,
     needed: bool = False,
 ) -> str | None:
-    """The dense model to measure beside MODEL, or None; a line says why it was not found.
+    """The dense model to compare MODEL with, or None; if it was not found, a line tells why.
 
     Raises:
-        ModelError: it is `needed` and there is none, or --dense names no model, which is better
-            known before hours of measuring.
+        ModelError: it is `needed` and there is none, or --dense does not name a model. The check
+            precedes hours of measuring.
     """
     from hasslefree.evaluation.continuation import ORIGINAL, dense_original
     from hasslefree.models.tokenizer import load_tokenizer
@@ -182,9 +182,9 @@ def dense_model(
 
 
 def result_tables(results: dict[str, Any]) -> list[Table]:
-    """A table of the texts and one of the tasks, whichever the results have.
+    """Tables of the perplexities, tasks and KL divergences in the results.
 
-    They compare with the dense model if it was measured on all of them.
+    A table compares with the dense model if that was measured on all its texts or tasks.
     """
     tables = []
     for part, draw in (("perplexity", text_table), ("tasks", task_table)):

@@ -1,5 +1,5 @@
-"""How a command ends: with its result, or with one sentence that names the thing and the remedy,
-and an exit code.
+"""Error messages of the command line: one sentence with the cause and the remedy, and an exit
+code.
 """
 
 import difflib
@@ -13,9 +13,9 @@ from hasslefree.cli.common import errors
 from hasslefree.errors import WENT_WRONG, HasslefreeError, with_flags
 from hasslefree.escaping import escaped
 
-# The similarity of an option that was perhaps meant, from 0 to 1.
+# Minimum similarity of a suggested option, from 0 to 1.
 CLOSE = 0.75
-# Errors of Python and torch that a user can cause, with what they mean.
+# Messages for errors of Python and torch that a user can cause.
 MEANINGS = {
     MemoryError: "not enough memory{cause}; use smaller inputs, or a machine with more memory",
     UnicodeError: "a text or a name is not UTF-8{cause}; convert or rename it",
@@ -25,14 +25,14 @@ MEANINGS = {
 
 
 def report(error: Exception, verbose: bool) -> int:
-    """Print the sentence for an error, and the traceback of a defect, or any if verbose; return the
-    exit code.
+    """Print the sentence for an error, with its traceback if it is a defect or `verbose` is true;
+    return the exit code.
     """
     if type(error).__name__ == "NoArgsIsHelpError":
         return 2  # it printed the help
     try:
         print(end="", flush=True)
-    except OSError:  # discards the rest of the output, which Python would try again when it exits
+    except OSError:  # drop the rest of the output, which Python would try to write at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sentence, code = sentence_for(error)
     with suppress(OSError):
@@ -46,12 +46,9 @@ def report(error: Exception, verbose: bool) -> int:
 
 
 def usage_sentence(error: Any) -> str:
-    """What is wrong with the words that were typed, and how the command is called.
-
-    error: a UsageError of typer.
-    """
+    """Describe a UsageError of typer, and the usage of the command."""
     cause = error.format_message()
-    if getattr(error, "possibilities", None):  # any options that share a letter or two
+    if getattr(error, "possibilities", None):  # any option that shares a letter or two
         close = difflib.get_close_matches(error.option_name, error.possibilities, 1, CLOSE)
         cause = error.message.rstrip(".")
         if close:
@@ -74,11 +71,11 @@ def usage_sentence(error: Any) -> str:
 
 
 def sentence_for(error: Exception) -> tuple[str | None, int]:
-    """Say in a sentence what an exception means.
+    """Describe an exception in a sentence.
 
     Returns:
-        The sentence, or None for a defect of this package; and the exit code: 2 for what was typed
-        wrong, 1 for what went wrong.
+        The sentence, or None for a defect of this package; and the exit code: 2 for a mistake in
+        the command line, 1 for other failures.
     """
     if isinstance(error, HasslefreeError):
         return with_flags(error.message), 1 if isinstance(error, WENT_WRONG) else 2
@@ -90,7 +87,7 @@ def sentence_for(error: Exception) -> tuple[str | None, int]:
         return f"{file} cannot be used: {cause}; correct this, or give another path", 1
     text = str(error).strip().partition("\n")[0]
     kind = type(error)
-    if "OutOfMemory" in kind.__name__ or "can't allocate" in text:  # those of torch
+    if "OutOfMemory" in kind.__name__ or "can't allocate" in text:  # errors of torch
         kind = MemoryError
     for known, meaning in MEANINGS.items():
         if issubclass(kind, known):

@@ -72,7 +72,7 @@ def call_export(
     common.push(destination, push_to)
 
 
-# What follows PROGRAM belongs to that program, whatever it looks like.
+# Words after PROGRAM are arguments of that program, even if they look like options.
 @command(context_settings={"allow_interspersed_args": False}, rich_help_panel=common.ELSEWHERE)
 def run(
     program: Annotated[

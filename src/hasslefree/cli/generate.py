@@ -35,7 +35,7 @@ TEXT = "Text"
 BACKEND = (
     "How S is multiplied: dense, unpacked, numba, int4 or int8 (default: chosen for each layer)."
 )
-# More only slow a machine down, and systems refuse thousands.
+# More threads only slow a machine down, and systems refuse thousands.
 MOST_THREADS = 4 * (os.cpu_count() or 1)
 BESIDE = "Dense model to compare with; original: the one from which OUT was made (default: none)."
 Dense = Annotated[str, flag(None, BESIDE)]
@@ -45,7 +45,7 @@ Temperature = Annotated[
 ]
 Seed = Annotated[int, flag(TEXT, "Seed of the draws.")]
 Threads = Annotated[
-    int | None, flag(RUN, "Threads of the CPU (default: torch's).", min=1, max=MOST_THREADS)
+    int | None, flag(RUN, "CPU threads (default: torch's).", min=1, max=MOST_THREADS)
 ]
 Backend = Annotated[str | None, flag(RUN, BACKEND)]
 
@@ -141,7 +141,7 @@ def chat(
 
 
 def speed_of(text: Continuation) -> str:
-    """The number of tokens, and how many were written in a second."""
+    """The number of generated tokens, and tokens per second."""
     if len(text.tokens) == 1:
         return "1 token"
     return f"{len(text.tokens)} tokens, {text.tokens_per_second:.1f} tokens/s"
@@ -169,7 +169,7 @@ def load_writers(
     threads: int | None,
     options: dict[str, Any],
 ) -> dict[str, Writer]:
-    """Load the compressed model and, if it is wanted, the dense one.
+    """Load the compressed model and, unless `dense` is "none", the dense one.
 
     Raises:
         ModelError: the model has no compressed layers, or the original is not on this machine.
@@ -204,7 +204,7 @@ def load_writers(
 
 
 def messages() -> Iterator[str]:
-    """The lines of standard input that are not blank; those of a pipe are printed too."""
+    """Yield the lines of standard input that are not blank; print those of a pipe."""
     typed = sys.stdin.isatty()
     if typed:
         with suppress(ImportError):  # Windows has none
@@ -222,8 +222,8 @@ def messages() -> Iterator[str]:
 
 
 def writer_table(writers: dict[str, Writer], texts: Sequence[Continuation] = ()) -> Table:
-    """The models and the memory of their weights; with texts, the number of tokens and the speed
-    after the first.
+    """Table of the models and the memory of their weights; with texts, also the number of tokens
+    and tokens per second.
     """
     speeds = ["tokens", "tokens/s"] if texts else []
     comparison = table(["", "model"], ["weights", *speeds])
