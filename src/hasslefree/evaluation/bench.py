@@ -1,4 +1,4 @@
-"""How fast a model writes and reads text, and the memory of its weights, beside another model."""
+"""Measure how fast models read and write text, in turns, and the memory of their weights."""
 
 import logging
 import signal
@@ -26,20 +26,20 @@ from hasslefree.evaluation.continuation import Writer
 from hasslefree.models.load import most_positions
 from hasslefree.packed.linear import use_backend
 
-# Tokens before those whose writing is timed.
+# Tokens of the prompt before the tokens whose generation is timed.
 SHORT = 16
 TURNS = 5
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What is measured, and how a model is loaded.
+    """Settings of a benchmark.
 
     Args:
-        new_tokens: tokens that are written. prompt: tokens of a prompt that is read.
-        threads: of the CPU; None for torch's own number.
-        backend: of compressed layers; None for that of each layer's own rule.
-        options: the dtype, device and trust_remote_code of `load_model`.
+        new_tokens: number of tokens to generate. prompt: tokens of the prompt to read.
+        threads: CPU threads; None for torch's default.
+        backend: backend of compressed layers; None to choose one for each layer.
+        options: dtype, device and trust_remote_code for `load_model`.
     """
 
     new_tokens: int
@@ -51,11 +51,11 @@ class Bench:
 
 @dataclass(frozen=True)
 class Speed:
-    """What was measured of one model.
+    """Results for one model: medians of `TURNS` turns.
 
     Args:
-        tokens_per_second: of writing after a prompt of `SHORT` tokens, medians of `TURNS`.
-        prompt_seconds: from a prompt of `Bench.prompt` tokens to the first new one.
+        tokens_per_second: rate of generation after a prompt of `SHORT` tokens.
+        prompt_seconds: time from a prompt of `Bench.prompt` tokens to the first new token.
         weights: bytes in memory, including what backends hold.
     """
 
@@ -72,25 +72,21 @@ class Turn(NamedTuple):
 
 
 class Contender:
-    """A model in a process of its own, so that what it takes and leaves is no other's.
-
-    Args:
-        name: of the model.
-    """
+    """A model in its own process, whose memory and threads do not affect other models."""
 
     def __init__(self, name: str, bench: Bench) -> None:
         context = get_context("spawn")
         self.name = name
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, name, bench), daemon=True)
-        # Ctrl-C in a terminal reaches all processes; this one ends the others.
-        heard = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Ctrl-C in a terminal reaches all processes: the new one ignores it, and this one kills it.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         self.process.start()
-        signal.signal(signal.SIGINT, heard)
+        signal.signal(signal.SIGINT, handler)
         theirs.close()
 
     def answer(self) -> Any:
-        """What the process sends next.
+        """Receive the next message of the process.
 
         Raises:
             ModelError: the model cannot be loaded or run as asked, or the process ended.
@@ -117,14 +113,14 @@ class Contender:
         return seconds
 
     def end(self) -> None:
-        """End the process, which has nothing to put in order."""
+        """Kill the process, which has nothing to clean up."""
         self.connection.close()
         self.process.kill()
         self.process.join()
 
 
 def serve(connection: Connection, name: str, bench: Bench) -> None:
-    """Load a model, send the bytes of its weights, and take turns until the other end closes."""
+    """Load a model, send the bytes of its weights, and take turns until the connection closes."""
     logging.disable(logging.WARNING)
     disable_progress_bar()
     try:
@@ -142,9 +138,7 @@ def serve(connection: Connection, name: str, bench: Bench) -> None:
 
 
 def transferable(name: str, error: Exception) -> Exception:
-    """An exception in the process of a model, as one that a pipe transfers: many others cannot be
-    made again.
-    """
+    """Convert an exception to one that a pipe can transfer: many exceptions cannot be unpickled."""
     for kind in WENT_WRONG:
         if isinstance(error, kind):
             return kind(error.message)
@@ -164,7 +158,7 @@ class Runner:
     """A loaded model that takes turns.
 
     Raises:
-        PromptError: the model takes fewer tokens than are asked for.
+        PromptError: the model takes fewer tokens than requested.
     """
 
     def __init__(self, writer: Writer, bench: Bench) -> None:
@@ -188,7 +182,7 @@ class Runner:
         return Turn(writing, reading)
 
     def seconds(self, prompt: int, new_tokens: int) -> float:
-        """The time in which a prompt of some tokens is read and new ones are written."""
+        """Time to read a prompt of `prompt` tokens and generate `new_tokens` more."""
         model: Any = self.writer.model
         ids = (torch.arange(prompt) % model.config.get_text_config().vocab_size)[None]
         ids = ids.to(model.device)
@@ -204,13 +198,13 @@ class Runner:
 
 
 def run_bench(names: dict[str, str], bench: Bench) -> dict[str, Speed]:
-    """Measure models, which take turns, so that what else the machine does meets all of them.
+    """Measure models in turns, so that other load on the machine affects all of them.
 
     Args:
         names: of the models, by role.
 
     Raises:
-        ModelError: a model cannot be loaded, or takes fewer tokens than are asked for.
+        ModelError: a model cannot be loaded, or takes fewer tokens than requested.
     """
     contenders = {role: Contender(name, bench) for role, name in names.items()}
     try:

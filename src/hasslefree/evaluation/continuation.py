@@ -32,8 +32,8 @@ from hasslefree.validation import Checked, Figure, Positive, Seed
 
 logger = logging.getLogger(__name__)
 
-# Settings of a generation_config.json that change how the text is searched, and their values for a
-# text that is written token by token.
+# Settings of a generation_config.json that select another search, and their values for generation
+# token by token.
 PLAIN: dict[str, Any] = {
     "num_beams": 1,
     "num_beam_groups": 1,
@@ -87,9 +87,9 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Writer:
-    """A loaded model and its tokenizer. name: as it was given.
+    """A loaded model and its tokenizer. name: as the user gave it.
 
-    The model writes token by token: its generation_config asks for no other search.
+    The model generates token by token: its generation_config selects no other search.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Writer:
 
     @classmethod
     def load(cls, name: str, **options: Any) -> "Writer":
-        """options: the dtype, device and trust_remote_code of `load_model`."""
+        """Load a model. options: dtype, device and trust_remote_code, as for `load_model`."""
         tokenizer = load_tokenizer(name, options.get("trust_remote_code", False))
         model = load_model(name, **options)
         search_plainly(model.generation_config, name)
@@ -106,7 +106,7 @@ class Writer:
 
     @property
     def bytes(self) -> int:
-        """The memory of the weights, including what backends hold."""
+        """Memory of the weights in bytes, including what backends hold."""
         held = sum(layer.held_bytes for layer in compressed_layers(self.model).values())
         return int(self.model.get_memory_footprint()) + held
 
@@ -120,7 +120,7 @@ class Writer:
         """Continue a text or token ids (1, length).
 
         Args:
-            show: called with each piece of text as its words are complete.
+            show: called with each piece of text once its words are complete.
             special_tokens: as for `encode`.
 
         Raises:
@@ -130,7 +130,7 @@ class Writer:
         limit = most_positions(self.model)
         if isinstance(prompt, str):
             prompt = encode(self.tokenizer, prompt, None, special_tokens)[None]
-            if special_tokens:  # a prompt begins a text, and does not end it
+            if special_tokens:  # a prompt does not end a text
                 _, last = surrounding_tokens(self.tokenizer)
                 prompt = prompt[:, : prompt.shape[1] - len(last)]
         length = prompt.shape[1]
@@ -155,7 +155,7 @@ class Writer:
                 ids,
                 attention_mask=torch.ones_like(ids),
                 streamer=stream,
-                tokenizer=self.tokenizer,  # which stop_strings need
+                tokenizer=self.tokenizer,  # stop_strings need it
                 max_new_tokens=sampling.max_new_tokens,
                 do_sample=sampling.temperature > 0,
                 temperature=sampling.temperature or None,
@@ -165,10 +165,10 @@ class Writer:
 
 
 def search_plainly(settings: GenerationConfig | None, name: str) -> None:
-    """Let texts be written token by token, with a warning for each setting that asks for more.
+    """Make a model generate token by token, with a warning for each setting of another search.
 
     Args:
-        settings: of a model, which are changed.
+        settings: generation settings of the model, changed in place.
         name: of the model.
     """
     for setting, plain in PLAIN.items():
@@ -204,7 +204,7 @@ class _Stream(TextStreamer):
         self.show(text)
 
 
-# The word for the model that `dense_original` finds.
+# Value of --dense for the model that `dense_original` finds.
 ORIGINAL = "original"
 
 
@@ -213,7 +213,7 @@ def dense_original(folder: Path, instead: str = "--dense") -> Path:
 
     Args:
         folder: of the compressed model.
-        instead: the option that gives the dense model otherwise, for messages.
+        instead: the option that names another dense model, for messages.
 
     Raises:
         ModelError: it is not named there, or not on this machine.
@@ -252,9 +252,9 @@ def find_local_model(name: str) -> Path | None:
 
 
 def fit_together(names: Iterable[str], dtype: str, device: str | None) -> bool:
-    """Whether the weights of models, loaded in a dtype, fit in the device's memory at once.
+    """Return whether the weights of models, in a dtype, fit in the device's memory together.
 
-    One that is not on this machine does not count.
+    Models that are not on this machine do not count.
     """
     needed = 0
     for name in names:
@@ -265,7 +265,7 @@ def fit_together(names: Iterable[str], dtype: str, device: str | None) -> bool:
 
 
 def loaded_bytes(folder: Path, dtype: str) -> int:
-    """The bytes of the weights of a model in a dtype; "auto" for that of its files."""
+    """Bytes of a model's weights in a dtype; "auto" for the dtype of its files."""
     total = 0
     for tensor in stored_tensors(weight_files(folder)).values():
         meta = tensor.meta

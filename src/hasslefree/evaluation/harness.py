@@ -67,7 +67,7 @@ def evaluate_tasks(
     Args:
         tasks: from `load_tasks`, with the same limit.
         batch: sequences at a time; None for the most that fit on a GPU, up to 64, and one on a CPU,
-            where running out of memory would end the process. It changes scores by rounding alone.
+            where running out of memory would end the process. It changes scores only by rounding.
         limit: use only the first rows of each task.
         cache: a folder that keeps every answer, from which an interrupted run continues; None for
             no cache.
@@ -101,13 +101,13 @@ def evaluate_tasks(
                 with loading("the tasks cannot be answered", DOWNLOAD_AGAIN):
                     results = lm_eval.evaluate(answering, {"tasks": {name: task}}, limit=limit)
                 answered += answers[name]
-                phase.reach(answered)  # with the answers of the cache
+                phase.reach(answered)  # including answers from the cache
                 yield name, task_scores(results, lm, name)
 
 
 def leave_open(lm: Any) -> None:
-    """Leave out what the tokenizer puts after a text: a question does not end one, and the harness
-    takes the tokens of a choice to be those after as many as the question has.
+    """Encode without the tokens that the tokenizer puts after a text: a question does not end one,
+    and the harness counts the tokens of the question to find those of a choice.
 
     Ids outside the model's vocabulary are an error.
     """
@@ -138,7 +138,7 @@ def count_new_answers(lm: Any, phase: Phase) -> None:
     store = lm.cache_hook.add_partial
 
     def store_and_count(kind: str, request: Any, answer: Any) -> None:
-        if math.isnan(answer[0]):  # every comparison with it is false: a wrong accuracy
+        if math.isnan(answer[0]):  # comparisons with NaN are false: the accuracy would be wrong
             raise NonFiniteError(
                 "the log-likelihood of an answer is NaN; look for NaN or Inf in the model's"
                 f" weights, or try {option('dtype', 'float32')}"
@@ -179,7 +179,7 @@ def is_truncated(lm: Any, requests: Sequence[tuple[str, str]]) -> bool:
 
 @contextmanager
 def cached(lm: Any, file: Path) -> Iterator[Any]:
-    """Give the model the harness's cache: answers in the file are read, new ones added at once."""
+    """The model with the harness's cache, which reads answers from the file and adds new ones."""
     from lm_eval.api.model import CachingLM
 
     try:
@@ -200,8 +200,8 @@ def cached(lm: Any, file: Path) -> Iterator[Any]:
 def cache_name(model: PreTrainedModel, tokenizer: Any) -> str:
     """Name the file of a model's answers by a hash of everything that they depend on.
 
-    The harness itself keeps answers by question alone, so a changed model would get those of the
-    model before.
+    The harness itself keeps answers by question alone, so a changed model would get the answers
+    of the model before the change.
     """
     config = model.config.to_dict()
     config.pop("_name_or_path", None)

@@ -82,11 +82,11 @@ def perplexity(
     Args:
         tokens: the token ids (n,) of the text, cut into windows of `window` tokens.
         batch: windows at a time.
-        windows: score only this number of windows, the first ones.
+        windows: score only the first `windows` windows; None for all.
         remainder: also score a shorter last window.
-        first: token ids with which every window begins, in place of its own.
+        first: token ids that replace the first tokens of every window.
         dense: a model with the same vocabulary, on the same device, to compare with.
-        phases: the run to which the phase belongs in which the windows are counted.
+        phases: the run in which the windows are counted as a phase.
         name: of that phase.
 
     Raises:
@@ -146,10 +146,11 @@ def scored_text(tokens: Tensor, window: int, windows: int | None, remainder: boo
 
 
 def predictions(model: nn.Module, rows: Tensor, unscored: int) -> Tensor:
-    """The logits (tokens, vocabulary) from which the tokens of some windows are scored.
+    """Return the logits (tokens, vocabulary) for the scored tokens of some windows.
 
     Args:
-        rows: token ids (windows, window). unscored: the first ones of each window.
+        rows: token ids (windows, window).
+        unscored: number of tokens at the beginning of each window that are not scored.
     """
     with fast_products(model):
         logits: Tensor = model(input_ids=rows, use_cache=False).logits
@@ -162,7 +163,7 @@ def total_loss(logits: Tensor, targets: Tensor) -> float:
 
 
 def exponential(loss: float, which: str) -> float:
-    """The perplexity for a mean loss. Raises a NonFiniteError if it is none. which: the model."""
+    """The perplexity for a mean loss; a NonFiniteError if it is not finite. which: the model."""
     value = torch.tensor(loss, dtype=torch.float64).exp().item()
     if not math.isfinite(value):
         raise NonFiniteError(
@@ -192,7 +193,7 @@ def batches_of_windows(
 
 @dataclass(frozen=True)
 class Subject:
-    """A model that is evaluated. results: as of `evaluate`, without those of a dense model."""
+    """A model to evaluate. results: as `evaluate` returns them, without those of a dense model."""
 
     model: Any
     tokenizer: Any
@@ -261,15 +262,15 @@ def evaluate(
     Args:
         texts: names of `texts.sources.MEASURED`, or paths.
         tasks: names of `evaluation.tasks.TASKS`.
-        dense: the model from which `model` was made. It is measured beside it, on the same windows,
-            and with it the KL divergence; both are in memory. None for no such model.
+        dense: the model from which `model` was made, to measure on the same windows, with the KL
+            divergence between the two; both are in memory. None for no such model.
         seqlen: tokens per window; None for 2048, or the model's limit if that is less.
-        max_tokens: only the first tokens of each text.
+        max_tokens: number of tokens to use of each text; None for all.
         batch: windows, or sequences of a task, at a time; None for 1 window, and as for
             `evaluate_tasks`.
         dtype, device, trust_remote_code: as for `load_model`.
-        first_token: begin every window of a text with what the tokenizer puts before a text.
-        limit, cache: of the tasks, as for `evaluate_tasks`.
+        first_token: begin every window with the tokens that the tokenizer puts before a text.
+        limit, cache: as for `evaluate_tasks`.
         task_data: a folder with <task>.jsonl files, instead of the hub.
         keep: called with the results so far, after each text and each task.
         progress: as for `hasslefree.compress`.
@@ -344,7 +345,7 @@ def evaluate(
 
 
 def add_row(subjects: Sequence[Subject], text: str, row: dict[str, Any]) -> None:
-    """Add what `text_perplexity` measured to the results of a model, and of its dense one."""
+    """Add a row of `text_perplexity` to the results of a model and of its dense model."""
     rows = [row]
     before = row.pop("dense", None)
     if before is not None:

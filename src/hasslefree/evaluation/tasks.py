@@ -26,8 +26,8 @@ class Task:
 
     Args:
         folder: the folder of its definition, among the harness's tasks.
-        forms: the forms in which its rows are published, first the one of the data set on the hub:
-            the fields of every row, and what differs from the harness's definition of the task.
+        forms: the published forms of its rows, beginning with that of the hub: the fields of every
+            row, and the changes that this form needs in the harness's definition of the task.
     """
 
     folder: str
@@ -82,8 +82,8 @@ def check_tasks(names: Sequence[str], folder: Path | None) -> None:
 
 
 def changes_of_rows(name: str, folder: Path) -> dict[str, Any]:
-    """What the rows in FOLDER/<name>.jsonl change in the harness's definition, by the fields of the
-    first one.
+    """The changes to the harness's definition for the rows in FOLDER/<name>.jsonl, by the fields of
+    the first row.
 
     Raises:
         TaskError: the file is missing or empty, or the row has none of the task's forms.
@@ -115,7 +115,7 @@ def load_task(
     """Load a task of the harness on the hub's data, or on FOLDER/<name>.jsonl.
 
     Args:
-        limit: check only this number of rows, the first ones; None for all.
+        limit: check only the first `limit` rows; None for all.
 
     Raises:
         TaskError: the data cannot be loaded, or a row has no right answer.
@@ -133,7 +133,7 @@ def load_task(
         try:
             # A group, because its members may change the definitions of the tasks.
             loaded = manager.load({"group": "hasslefree", "task": [member]})
-        except Exception as error:  # the network, the hub and the reader of the file raise anything
+        except Exception as error:  # network, hub and file reader raise any exception
             cause = f"{type(error).__name__}: {error}"
             remedy = "" if folder else f"; with no network, give {option('task_data', 'FOLDER')}"
             raise TaskError(
@@ -150,7 +150,7 @@ def _local_data(
     folder: Path,
     cache: str,
 ) -> dict[str, Any]:
-    """The changes to a task's definition for the rows in FOLDER/<name>.jsonl."""
+    """The changes to a task's definition that load FOLDER/<name>.jsonl."""
     data_files = {"validation": glob.escape(str((folder / f"{name}.jsonl").resolve()))}
     changes: dict[str, Any] = {
         "dataset_path": "json",
@@ -168,18 +168,18 @@ def _check_row(
     row: dict[str, Any],
     where: str,
 ) -> None:
-    """Raise a TaskError for a row without a right choice, which the harness would count as wrong.
+    """Raise a TaskError for a row without a valid answer, which the harness would count as wrong.
 
-    The reader of JSON gives None for a field that a row lacks.
+    The JSON reader gives None for a field that a row lacks.
     """
     missing = [name for name, value in row.items() if value is None]
     if missing:
         raise TaskError(f"{where}: no field {', '.join(missing)}; every row needs the same fields")
     try:
         choices = task.doc_to_choice(row)
-        # Winogrande has one question for each choice, and its answer in the place of the text.
+        # Winogrande has one question for each choice, and the answer in place of the text.
         answer = task.doc_to_text(row) if task.multiple_input else task.doc_to_target(row)
-    except Exception as error:  # the templates and functions of the definitions raise anything
+    except Exception as error:  # templates and functions raise any exception
         cause = f"{type(error).__name__}: {error}"
         raise TaskError(
             f"{where}: the task cannot read this row ({cause}); correct or remove it"
