@@ -1,4 +1,4 @@
-"""What training differentiates: the divergence of predictions, and a block of compressed layers."""
+"""Gradients of training: of the divergence of predictions, and through one compressed block."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from hasslefree.models.precision import computing
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
 from hasslefree.train.optimizer import BlockOptimizer
 
-# The least D of an input, over that of all inputs of the layer.
+# Minimum of D, relative to the root mean square of all inputs of the layer.
 LEAST_SCALE = 1e-3
 
 
 class Divergence(torch.autograd.Function):
-    """Σ over tokens of KL(softmax(target) ‖ softmax(logits)), a scalar; its gradient goes to the
-    logits alone.
+    """Σ over tokens of KL(softmax(target) ‖ softmax(logits)), a scalar, with gradients for the
+    logits only.
 
-    Both are (tokens, vocabulary). A few rows at a time are in float32 at least.
+    Both are (tokens, vocabulary). Only a few rows at a time are converted to float32 or wider.
     """
 
     @staticmethod
@@ -58,11 +58,11 @@ class Divergence(torch.autograd.Function):
 
 @dataclass
 class TrainedBlock:
-    """A block, and its inputs from the forward pass to the backward pass of a training step.
+    """A block in training, which keeps its inputs from the forward to the backward pass of a step.
 
     Args:
-        call: how the model calls the block.
-        optimizer: of what is trained of the block.
+        call: the arguments with which the model calls the block.
+        optimizer: updates the trained tensors of the block.
         inputs, outputs: (segments, tokens, width); None outside a step. The outputs hold the
             activations of the block.
     """
@@ -75,12 +75,12 @@ class TrainedBlock:
     computing: ExitStack = field(default_factory=ExitStack)
 
     def run(self, inputs: Tensor) -> Tensor:
-        """The outputs of the block, (segments, tokens, width), without its activations."""
+        """Return the outputs of the block, (segments, tokens, width), and keep no activations."""
         with computing(self.block), torch.no_grad():
             return self.call.run(self.block, inputs)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The outputs of the block, (segments, tokens, width); its activations are kept.
+        """Return the outputs of the block, (segments, tokens, width), and keep its activations.
 
         The block is `computing` until `close`.
         """
@@ -91,7 +91,7 @@ class TrainedBlock:
         return self.outputs.detach()
 
     def backward(self, gradients: Tensor) -> Tensor:
-        """The gradients with respect to the inputs; those of the block's values go to `grad`.
+        """Return the gradients with respect to the inputs; those of the parameters go to `grad`.
 
         Args:
             gradients: with respect to the outputs. Both (segments, tokens, width).
@@ -107,7 +107,7 @@ class TrainedBlock:
         return self.inputs.grad
 
     def close(self) -> None:
-        """Free the inputs and the activations, and let the block compute as before."""
+        """Free the inputs and the activations, and end `computing`."""
         self.inputs = None
         self.outputs = None
         self.computing.close()
@@ -116,8 +116,8 @@ class TrainedBlock:
 def input_scales(
     block: nn.Module, call: BlockCall, hidden: Activations, world: World
 ) -> dict[SparseLowRankLinear, Tensor]:
-    """D, (in,), of every compressed layer: the root mean square of each input, over that of all
-    inputs.
+    """D, (in,), of every compressed layer: the root mean square of each input, relative to that of
+    all inputs.
     """
     layers = list(compressed_layers(block).values())
     squares = {
@@ -140,7 +140,7 @@ def input_scales(
 
 @contextmanager
 def merged(block: nn.Module) -> Iterator[None]:
-    """Within it, the trained layers of a block multiply by S + u v at once."""
+    """Let the trained layers of a block multiply by one matrix, S + u v, within the context."""
     layers = [layer for layer in compressed_layers(block).values() if layer.weight.requires_grad]
     try:
         for layer in layers:

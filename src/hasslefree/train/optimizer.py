@@ -1,19 +1,19 @@
-"""What is trained of a compressed block, and in which units: Adam moves float32 master weights.
+"""The trained tensors of a compressed block and their units: Adam updates float32 master weights.
 
-Adam moves every entry of a tensor about equally far. So that this moves the output of a layer
-equally far, S and v are trained in units of their inputs, S D and v D with D² the mean square of
-each input, and the scales of a grid in units of their group. The layer stores the master
-weights, rounded:
+Adam moves every entry of a tensor about equally far. For equal changes of the output of a layer, S
+and v are trained in units of their inputs, S D and v D with D² the mean square of each input, and
+the scales of a grid in units of their group. After each step the layer stores the master weights,
+rounded:
 
     values, u, v, biases    to the dtype of the model
     scales and offsets      likewise. An offset is trained as the value of the middle code, offset +
-                            2^(bits − 1)·scale, so that a change of the scale moves no group as a
+                            2^(bits − 1)·scale: a change of the scale then moves no group as a
                             whole. If they are multiples of units of a row, the units are trained,
-                            so that a row moves as little as it can. Codes, zeros and multiples are
-                            not trained.
-    u and v in eight bits   to codes, after every step; the gradient of a rounded factor stands for
-                            that of its master (straight-through, arXiv 1308.3432)
-    weights of norms        to the dtype of the model; they cost no bytes
+                            so as to move the row as little as possible. Codes, zeros and multiples
+                            are not trained.
+    u and v in eight bits   to codes; the gradient with respect to a rounded factor is used for its
+                            master (straight-through, arXiv 1308.3432)
+    weights of norms        to the dtype of the model; training them adds no bytes
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -32,7 +32,7 @@ from hasslefree.core.scales import with_half_steps
 from hasslefree.distributed import ALONE, World
 from hasslefree.packed.linear import SparseLowRankLinear
 
-# Gradients differ widely in size.
+# Adam's epsilon: small, because gradients differ widely in size.
 EPSILON = 1e-12
 
 
@@ -41,12 +41,11 @@ class Variable:
     """A tensor that is trained.
 
     Args:
-        leaf: what the model computes with, and what has the gradient.
-        master: what Adam moves, in units of `unit`.
-        store: writes a new value, in the working dtype, where the layer keeps it; None for the leaf
-            itself.
-        scale, middle: of an offset: the variable of its scale, and how many scales the master is
-            above the leaf, broadcast with it.
+        leaf: the tensor with which the model computes, and which gets the gradient.
+        master: the tensor that Adam updates, in units of `unit`.
+        store: writes a new value, in the working dtype, to the layer; None to write to the leaf.
+        scale, middle: for an offset only: the variable of its scale, and the difference of master
+            and leaf in scales, broadcast with the leaf.
     """
 
     leaf: Tensor
@@ -57,7 +56,7 @@ class Variable:
     middle: Tensor | None = None
 
     def __post_init__(self) -> None:
-        # The dtype in which it is stored: the leaf is wider while its block is `computing`.
+        # The stored dtype: the leaf has a wider one while its block is `computing`.
         self.dtype = self.leaf.dtype
 
     def write(self, value: Tensor) -> None:
@@ -72,14 +71,14 @@ class Variable:
 
 
 class BlockOptimizer:
-    """Adam on float32 masters of what is trained of a block.
+    """Adam on float32 master weights of the trained tensors of a block.
 
     Args:
         scales: D of each compressed layer in the block.
-        learning_rate: at its peak, times the root mean square of each tensor.
-        world: the processes whose gradients are added.
-        device: of the masters, where Adam runs; None for that of the block.
-        fixed: ids of weights of norms that are not trained.
+        learning_rate: peak, relative to the root mean square of each tensor.
+        world: the processes that sum their gradients.
+        device: device of the masters, where Adam runs; None for that of the block.
+        fixed: ids of the weights of norms that are not trained.
     """
 
     def __init__(
@@ -106,8 +105,8 @@ class BlockOptimizer:
 
     @torch.no_grad()
     def update(self, rate: float) -> None:
-        """One step of Adam with the gradients of the leaves, which have none afterwards. rate: over
-        the peak.
+        """Take a step of Adam with the gradients of the leaves, and clear them. rate: share of the
+        peak learning rate.
         """
         if self.optimizer is None:
             return
@@ -121,12 +120,12 @@ class BlockOptimizer:
             variable.master.grad = None
 
     def gradients(self) -> dict[Variable, Tensor]:
-        """Those of all processes, with respect to the masters in the units of the leaves."""
+        """Gradients of all processes, with respect to the masters in the units of the leaves."""
         gradients: dict[Variable, Tensor] = {}
         for variable in self.variables:
-            # No gradient is a gradient of zero, for every number of processes: one without a
-            # segment of the mini-batch has none to add, and a parameter that a mini-batch does not
-            # reach still moves by its momentum.
+            # A missing gradient counts as zero, whatever the number of processes: a process without
+            # a segment of the mini-batch has none to add, and a parameter that a mini-batch does
+            # not reach still moves by its momentum.
             leaf = variable.leaf
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             leaf.grad = None
@@ -141,7 +140,7 @@ class BlockOptimizer:
 def variables_of(
     block: nn.Module, scales: Mapping[SparseLowRankLinear, Tensor], fixed: Container[int]
 ) -> Iterator[Variable]:
-    """What is trained of a block; nothing without compressed layers. Arguments as for
+    """Yield the variables of a block; none without compressed layers. Arguments as for
     `BlockOptimizer`.
     """
     for layer, scale in scales.items():
@@ -157,7 +156,7 @@ def variables_of(
 
 
 def plain(leaf: Tensor, unit: Tensor | None = None) -> Variable:
-    """A tensor that is stored as it is. unit: of its master weights; None for 1."""
+    """A variable that is stored in its own dtype. unit: of its master weights; None for 1."""
     if unit is None:
         unit = torch.ones((), device=leaf.device)
     return Variable(leaf, leaf.detach().to(working_dtype(leaf)) * unit, unit)
@@ -193,8 +192,10 @@ def variables_of_sparse(layer: SparseLowRankLinear, scale: Tensor) -> Iterator[V
 
 
 def storing(leaf: Tensor, grid: Grid) -> Callable[[Tensor], None] | None:
-    """A function that stores what float16 holds, as llama.cpp needs: units of blocks whose steps,
-    unit / 2^bits, are such numbers, or floats that are, if they are so far. None for others.
+    """Return a function that stores values as llama.cpp needs them; None if it needs nothing.
+
+    The steps of units of blocks, unit / 2^bits, must be numbers of float16, and floats must remain
+    such numbers if all are before training.
     """
     bits = 0
     if grid.scale_bits is not None:
@@ -212,17 +213,18 @@ def storing(leaf: Tensor, grid: Grid) -> Callable[[Tensor], None] | None:
 
 
 def middle_of(layer: SparseLowRankLinear) -> Tensor:
-    """How many scales the middle code is above the offset: a number; or, for units, the numbers
-    of their shape that keep the values of the middle codes of a row or block where they are in
-    least squares.
+    """The difference of the middle code and the offset, in scales: a number.
+
+    For units, numbers of their shape, which keep the values of the middle codes of a row or block
+    in place, in least squares.
     """
     grid = layer.spec.grid
     assert grid is not None
     code = layer.weight.new_tensor((grid.top + 1) / 2, dtype=working_dtype(layer.weight))
     if grid.scale_bits is None:
         return code
-    # With scales k_g·U and offsets −m_g·U', a step d of U moves them by (code·k_g − b·m_g)·d, if b
-    # is that of U'.
+    # With scales k_g·U and offsets −m_g·U', a step d of U and b·d of U' moves the middle codes by
+    # (code·k_g − b·m_g)·d.
     tensors = layer.tensors()
     ones = torch.ones_like(layer.weight)
     units = tensors | {"weight_scale": ones, "weight_offset": ones}
@@ -255,7 +257,7 @@ def coded(layer: SparseLowRankLinear, name: str, factor: Tensor, unit: Tensor) -
     """A factor that is stored as codes in the layer, and their values in the leaf."""
     leaf = factor.clone().requires_grad_()
     layer.wide_factors[name] = leaf
-    # The dtype in which scales are stored: they are wider while the block is `computing`.
+    # The stored dtype of scales: they have a wider one while the block is `computing`.
     dtype = layer.weight.dtype
 
     def store(value: Tensor) -> None:
@@ -268,7 +270,7 @@ def coded(layer: SparseLowRankLinear, name: str, factor: Tensor, unit: Tensor) -
 
 
 def norms(block: nn.Module) -> Iterator[nn.Parameter]:
-    """The weights of the norms of a block: modules that are called so, with a vector."""
+    """Yield the weights of the norms of a block: vectors of modules with "norm" in their names."""
     for module in block.modules():
         weight = getattr(module, "weight", None)
         if (

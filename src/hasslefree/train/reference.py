@@ -16,7 +16,7 @@ class Reference:
         segments: token ids of this process, (samples, tokens).
         states: outputs of the last block for these segments.
         total: number of segments of all processes.
-        tokens: number of training tokens that were asked for.
+        tokens: requested number of training tokens.
     """
 
     segments: Tensor
@@ -40,5 +40,5 @@ class Reference:
 
     @property
     def passes(self) -> int:
-        """How often the segments to train on are read, if no deadline says how long."""
+        """The number of passes over the segments to train on, without a deadline."""
         return passes_over(self.total, self.tokens, self.seqlen)

@@ -44,7 +44,7 @@ from hasslefree.train.reference import Reference
 
 logger = logging.getLogger(__name__)
 
-# Segments on which the inputs of layers are measured.
+# Number of segments on which the inputs of layers are measured.
 MEASURED = 16
 
 
@@ -66,14 +66,14 @@ def reference_of(
     return Reference(segments, hidden, total, tokens)
 
 
-# What the first validation may have, over the divergence before training. It comes near the peak of
-# the learning rate, and the divergence falls most after that.
+# Maximum divergence at the first validation, relative to the one before training. This validation
+# comes near the peak of the learning rate, and the divergence falls most afterwards.
 TOLERATED = 1.1
 
 
 @dataclass
 class Attempt:
-    """The mean divergences of a token during training, in nats. NaN counts as worse.
+    """Mean divergences per token during training, in nats. NaN counts as worse.
 
     Args:
         before: before training.
@@ -142,13 +142,15 @@ class Trainer:
     trained: list[TrainedBlock] = field(default_factory=list, init=False)
 
     def train(self, restore: Callable[[], None]) -> PredictionRecord:
-        """Train, with a lower learning rate if the first validation is much worse than none.
+        """Train; start again with a lower learning rate if the first validation is much worse than
+        before training.
 
         Args:
-            restore: puts the blocks back as they are now.
+            restore: restores the blocks to their state before training.
 
         Returns:
-            What was done. A model that would be worse on the validation segments is put back.
+            A record of the training. A model that became worse on the validation segments is
+            restored.
         """
         phases = self.walk.phases
         if self.deadline is None:
@@ -178,7 +180,7 @@ class Trainer:
         return attempt.record(learning_rate)
 
     def open(self, learning_rate: float) -> None:
-        """Make the optimizers of the blocks, and train with this rate at its peak."""
+        """Make the optimizers of the blocks, with this peak learning rate."""
         blocks = self.walk.blocks.modules
         hidden = self.walk.entering(self.reference.segments[:MEASURED])
         # A weight of several blocks cannot change while the graph of one of them still needs it.
@@ -194,8 +196,8 @@ class Trainer:
             run_block(block, call, hidden)
 
     def close(self) -> None:
-        """Free the optimizers, the largest arrays of all, and let coded factors be read from their
-        codes again.
+        """Free the optimizers, whose arrays are the largest, and let layers read coded factors from
+        their codes again.
         """
         for trained in self.trained:
             for layer in compressed_layers(trained.block).values():
@@ -224,7 +226,7 @@ class Trainer:
                 opened.enter_context(only_trained(trained.block, leaves))
             validated = 0
             for batch in self.batches():
-                # The rate is zero one step after the last. How long the first takes is not known.
+                # The rate is zero one step after the last. The time of the first is not known.
                 rate = self.settings.rate(max(batch.done - 1, 0), batch.length + 1)
                 self.step(self.world.local(batch.segments), rate)
                 attempt.tokens += len(batch.segments) * self.reference.seqlen
@@ -342,7 +344,7 @@ class Trainer:
             yield
 
     def validate(self) -> float:
-        """The mean divergence of a token over the validation segments of all processes, in nats."""
+        """Mean divergence per token, in nats, on the validation segments of all processes."""
         local = self.world.local(self.reference.validation)
         size = max(BATCH // self.reference.seqlen, 1)
         total = 0.0
