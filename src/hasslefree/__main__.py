@@ -14,9 +14,7 @@ received = [signal.SIGINT]
 
 
 def interrupt(number: int, _frame: Any) -> None:
-    """Raise a KeyboardInterrupt, unless one is being handled: what puts things in order is not
-    interrupted again.
-    """
+    """Raise a KeyboardInterrupt, unless one is being handled: the clean-up is not interrupted."""
     error = sys.exc_info()[1]
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
@@ -26,7 +24,7 @@ def interrupt(number: int, _frame: Any) -> None:
 
 
 def repeat(dropped: Any) -> None:
-    """Interrupt again where Python drops exceptions: in destructors, and in Numba's callbacks."""
+    """Interrupt again if Python drops the exception, as in destructors and Numba's callbacks."""
     if dropped.exc_type is KeyboardInterrupt:
         from threading import Timer
 
@@ -56,7 +54,7 @@ def main() -> None:
             sys.exit(128 + received[-1])
         raise
     finally:
-        # Nothing is left to put in order: from now on the system ends the process.
+        # Nothing is left to clean up: from now on a signal ends the process.
         for number in SIGNALS:
             if signal.getsignal(number) == interrupt:
                 signal.signal(number, signal.SIG_DFL)

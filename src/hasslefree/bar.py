@@ -1,8 +1,8 @@
-"""The bar that a call from Python shows by default, as `datasets` and `transformers` show theirs.
+"""The progress bar that a call from Python shows by default: one for the whole run.
 
-There is one for the whole run, on standard error if that is a terminal, or in a notebook. It
-follows the switches of huggingface_hub (`HF_HUB_DISABLE_PROGRESS_BARS=1` and
-`disable_progress_bars()`) and tqdm (`TQDM_DISABLE=1`).
+It is shown in a notebook, and on standard error if that is a terminal. The switches of
+huggingface_hub (`HF_HUB_DISABLE_PROGRESS_BARS=1` and `disable_progress_bars()`) and tqdm
+(`TQDM_DISABLE=1`) hide it.
 """
 
 import functools
@@ -18,7 +18,7 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 
 def with_bar(call: C) -> C:
-    """Give a function with the argument `progress` a bar if no listener is given."""
+    """Show a bar during a function with the argument `progress`, unless a listener is given."""
 
     @functools.wraps(call)
     def with_default(*args: Any, **options: Any) -> Any:

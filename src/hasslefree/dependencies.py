@@ -1,6 +1,4 @@
-"""Refuse a torch or transformers that is older than the package needs, in one sentence, when it is
-imported.
-"""
+"""Raise a clear error when a torch or transformers is imported that is too old for the package."""
 
 import re
 import sys
@@ -8,7 +6,7 @@ from types import ModuleType
 
 from hasslefree.errors import VersionError
 
-# (major, minor) of the oldest versions in use, as pyproject.toml has them.
+# (major, minor) of the oldest versions that work, as in pyproject.toml.
 OLDEST = {"torch": (2, 6), "transformers": (5, 20)}
 
 

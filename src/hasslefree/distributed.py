@@ -13,14 +13,14 @@ from torch import Tensor
 
 from hasslefree.errors import DistributedError, option
 
-# How long a process waits for the others: longer than any layer takes. The death of a process is
+# Time that a process waits for others: longer than any layer takes. The death of a process is
 # noticed at once.
 PATIENCE = timedelta(hours=12)
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all processes.
+    """The rank of this process, and the number of processes.
 
     Args:
         rank: of this process; rank 0 writes files.
@@ -53,7 +53,7 @@ class World:
         """The sum of the values of all processes.
 
         Args:
-            device: where they exchange tensors.
+            device: where the processes exchange tensors.
         """
         if self.size == 1:
             return value
@@ -62,7 +62,7 @@ class World:
         return summed.item()
 
     def broadcast(self, value: Any, owner: int = 0) -> Any:
-        """The owner's value, in all processes. Any object that pickle takes."""
+        """Return the owner's value in all processes. value: any object that pickle takes."""
         if self.size == 1:
             return value
         values = [value]
@@ -73,7 +73,7 @@ class World:
     def broadcast_(self, tensor: Tensor, owner: int) -> None:
         """Overwrite a contiguous tensor by the owner's."""
         if self.size > 1:
-            assert tensor.is_contiguous()  # NCCL refuses others, and gloo does not
+            assert tensor.is_contiguous()  # NCCL refuses other tensors; gloo does not
             with lost_peers():
                 dist.broadcast(tensor, src=owner)
 

@@ -1,6 +1,4 @@
-"""Every exception that a user can cause. The command line prints the message alone and exits with
-its exit code.
-"""
+"""The exceptions that a user can cause. The command line prints the message alone."""
 
 import difflib
 import re
@@ -10,9 +8,8 @@ from typing import Any, Self
 
 from hasslefree.escaping import escaped
 
-# An option in a message stands between the first and the third of these characters, and the second
-# separates its two forms. The last one separates the lines of a message: a line feed would be part
-# of a name.
+# In a message, `option` writes _BEGIN, the form for Python, _MIDDLE, the form for the command line,
+# and _END. LINE separates the lines of a message, because a line feed could belong to a name.
 _BEGIN = "\ue000"
 _MIDDLE = "\ue001"
 _END = "\ue002"
@@ -21,9 +18,7 @@ _OPTION = re.compile(f"{_BEGIN}(.*?){_MIDDLE}(.*?){_END}", re.DOTALL)
 
 
 def option(name: str, value: Any = None) -> str:
-    """An argument in a message: `damping=0.01` for a caller from Python, `--damping 0.01` for the
-    command line.
-    """
+    """An argument in a message: `damping=0.01` in Python, `--damping 0.01` on the command line."""
     argument = f"{name}=" if value is None else f"{name}={value!r}"
     flag = f"--{name.replace('_', '-')}"
     if value is not None and value is not True:
@@ -32,19 +27,19 @@ def option(name: str, value: Any = None) -> str:
 
 
 def with_arguments(message: str) -> str:
-    """The message with its options as arguments of Python."""
+    """The message with its options as Python arguments."""
     return _OPTION.sub(r"\1", message).replace(LINE, "\n")
 
 
 def with_flags(message: str) -> str:
-    """The message with its options as flags of the command line."""
+    """The message with its options as command-line flags."""
     return _OPTION.sub(r"\2", message).replace(LINE, "\n")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with given values. fields: their names, first the one to change. where: the
-    file that has them.
+    """A problem with the values of some fields. fields: their names, the one to change first.
+    where: the file that contains them.
     """
 
     fields: tuple[str, ...]
@@ -58,12 +53,12 @@ class Problem:
 
 
 class HasslefreeError(ValueError):
-    """Base class: the message names the thing, where it is, and the remedy.
+    """Base class. The message names the cause, the place and the remedy.
 
     Args:
-        message: options in it are from `option`; `str` gives them as arguments, `with_flags` as
+        message: may contain options from `option`; `str` gives them as arguments, `with_flags` as
             flags.
-        fields: the names of the arguments that it concerns, as in a recipe.
+        fields: names of the arguments concerned, as in a recipe.
     """
 
     def __init__(self, message: str, fields: tuple[str, ...] = ()):
@@ -72,7 +67,7 @@ class HasslefreeError(ValueError):
         super().__init__(with_arguments(self.message))
 
     def within(self, where: str) -> Self:
-        """The same error, with the place where it occurred at its end."""
+        """The same error, with the place where it occurred at the end of the message."""
         error = type(self).__new__(type(self))  # subclasses may take other arguments
         HasslefreeError.__init__(error, f"{self.message} ({where})", self.fields)
         return error
@@ -85,7 +80,7 @@ class VersionError(HasslefreeError):
 class UnknownNameError(HasslefreeError):
     """An unknown name of a method, pruner, solver, pattern or data set.
 
-    listed: what says the names that are known; all `known` if empty.
+    listed: a sentence in place of the list of all known names.
     """
 
     def __init__(
@@ -126,7 +121,7 @@ class RecipeError(HasslefreeError):
 
     @classmethod
     def of(cls, problems: Iterable[Problem]) -> Self:
-        """The error that lists these problems, one in a line."""
+        """The error that lists these problems, one per line."""
         problems = tuple(problems)
         error = cls(
             LINE.join(map(str, problems)),
@@ -163,7 +158,7 @@ class FactorizationError(HasslefreeError):
 
 
 class ArgumentError(HasslefreeError, TypeError):
-    """An argument of another type."""
+    """An argument of the wrong type."""
 
 
 class OutputError(HasslefreeError):
@@ -206,8 +201,8 @@ class ServeError(HasslefreeError):
     """
 
 
-# What goes wrong whatever was typed: the command line exits with code 1 for these, and with 2 for
-# all others.
+# Failures that are no mistakes of the user: the command line exits with code 1 for these, and with
+# 2 for all others.
 WENT_WRONG = (
     CheckpointError,
     DistributedError,

@@ -1,5 +1,5 @@
-"""The files of a model folder: its index, its tensors, and threads that read or write them beside
-the computation.
+"""The files of a model folder: its index, its tensors, and threads that read or write them in the
+background.
 """
 
 import json
@@ -20,8 +20,8 @@ INDEX = "model.safetensors.index.json"
 
 T = TypeVar("T")
 
-# Bytes of a file of settings. Those of the largest models have half of this; parsed, such a file
-# takes 2 GB of memory.
+# Maximum bytes of a file of settings. The files of the largest models have half of this; parsed, a
+# file of this size takes 2 GB of memory.
 MOST_BYTES = 64 << 20
 
 
@@ -64,14 +64,14 @@ def read_json(
 
 
 def write_json(file: Path, content: Mapping[str, Any], **form: Any) -> None:
-    """Write a JSON object. form: options of `json.dumps` in place of an indentation by 1."""
+    """Write a JSON object. form: options of `json.dumps`; indent is 1 by default."""
     text = json.dumps(content, **{"indent": 1} | form)
     file.write_text(text + "\n", encoding="utf-8")
 
 
 @contextmanager
 def edited_json(file: Path) -> Iterator[dict[str, Any]]:
-    """The JSON object in a file, which is written again, as transformers does, with its changes."""
+    """Yield the JSON object in a file; write it back with its changes, as transformers would."""
     content = read_json(file)
     yield content
     write_json(file, content, indent=2, sort_keys=True)
@@ -81,10 +81,10 @@ def weight_map(folder: Path) -> dict[str, Path]:
     """Map each tensor to its file, by the index of a model folder.
 
     Returns:
-        empty without an index, or beside a whole model.safetensors, which transformers prefers.
+        The map; empty without an index, or beside a model.safetensors, which transformers prefers.
 
     Raises:
-        CheckpointError: the index is damaged, or lists a file that is missing, or by a path.
+        CheckpointError: the index is damaged, or lists a path or a missing file.
     """
     index = folder / INDEX
     if (folder / WHOLE).is_file() or not index.is_file():

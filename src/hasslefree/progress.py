@@ -120,7 +120,7 @@ class Phase:
     skipped: int = 0
 
     def advance(self, count: int = 1, layer: Any = None) -> None:
-        """Count what was done. layer: as for `Step`."""
+        """Count finished work. layer: as for `Step`."""
         self.done = min(self.done + count, self.total)
         self.phases.notify(self, layer=layer)
 
@@ -129,7 +129,7 @@ class Phase:
         self.advance(max(done - self.done, 0))
 
     def skip(self, count: int, layer: Any = None) -> None:
-        """Count what an interrupted run has done, without an effect on the time left."""
+        """Count the work of an interrupted run, without an effect on the time left."""
         self.skipped += count
         self.advance(count, layer)
 
@@ -151,8 +151,8 @@ class Phases:
         listener: called with every step, in the thread that works.
 
     Attributes:
-        expected: seconds that phases should take, by their names; with them, the time left is that
-            of the whole run.
+        expected: seconds that phases should take, by name; if given, the time left is estimated for
+            the whole run.
     """
 
     def __init__(self, listener: Listener | None = None):
@@ -170,9 +170,9 @@ class Phases:
 
         Args:
             name: if an earlier phase has the same one, their seconds are added.
-            total: what there is to do; phases with total 0 are not reported.
+            total: the amount of work; phases with total 0 are not reported.
             unit: of the total, in the plural.
-            running: whether its timer runs all the time, except within inner phases.
+            running: run its timer all the time, except within inner phases.
         """
         phase = Phase(self, name, total, unit)
         if name in self.by_name:
@@ -232,9 +232,9 @@ class Phases:
             logger.info("%s: %s%s so far%s", step.phase, count, duration(seconds), step.about)
 
     def time_left(self, current: Phase) -> float | None:
-        """Estimated seconds until the run ends: those expected, at the pace of the run so far.
+        """Estimated seconds until the run ends, from the expected ones and the pace so far.
 
-        If none are expected, those until the current phase ends.
+        If none are expected, until the current phase ends.
         """
         measured = expected = TRUST * sum(self.expected.values())
         left = 0.0

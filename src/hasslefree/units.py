@@ -30,7 +30,7 @@ _PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a compressed model: bytes of all stored weights, or bits for each weight of the
+    """The size of a compressed model: bytes of all stored weights, or bits per weight of the
     compressed layers.
     """
 
@@ -39,7 +39,7 @@ class Size:
 
     @classmethod
     def parse(cls, text: str) -> "Size":
-        """Of 150MB, 1.5 GB, 2000000 or 4.8bits. Raises BudgetError."""
+        """Read a size such as 150MB, 1.5 GB, 2000000 or 4.8bits. Raises a BudgetError."""
         match = _SIZE.fullmatch(text.strip())
         if match is None:
             raise BudgetError(
@@ -66,12 +66,12 @@ class Size:
         return size(int(self.amount))
 
     def bytes_for(self, weights: int) -> int:
-        """The bytes of compressed layers with this number of weights, of a size in bits."""
+        """Bytes of compressed layers with this number of weights, for a size in bits."""
         return int(Decimal(repr(self.amount)) * weights / 8)
 
     @property
     def rounded_up(self) -> str:
-        """As `parse` reads it, with three or four digits."""
+        """The size in the form that `parse` reads, rounded up to three or four digits."""
         if self.in_bits:
             return f"{math.ceil(100 * self.amount) / 100:g}bits"
         prefix, factor = next(
@@ -81,7 +81,7 @@ class Size:
 
 
 def duration(seconds: float) -> str:
-    """Such as 42 s, 3 min, 2 h 5 min, 13 h or 52 days."""
+    """A time in words, such as 42 s, 3 min, 2 h 5 min, 13 h or 52 days."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -95,12 +95,12 @@ def duration(seconds: float) -> str:
 
 
 def significant(value: float, digits: int = 4) -> float:
-    """A number rounded to so many significant digits."""
+    """A number rounded to `digits` significant digits."""
     return float(f"{value:.{digits}g}")
 
 
 class _Rows(Table):
-    """A table whose cells are text, which `rich` must not take for markup."""
+    """A table whose cells are plain text, not markup of `rich`."""
 
     def add_row(self, *cells: Any, **settings: Any) -> None:
         super().add_row(*(Text(escaped(cell, "\n")) for cell in cells), **settings)
@@ -111,8 +111,8 @@ def table(
     numbers: Sequence[str] = (),
     title: str = "",
 ) -> Table:
-    """A table without rows. text, numbers: headings of the columns on the left, and of those on the
-    right.
+    """A table without rows. text, numbers: headings of the columns aligned left, and of those
+    aligned right.
     """
     # As wide as the title, which is wrapped to the width of the table.
     rows = _Rows(

@@ -1,6 +1,4 @@
-"""Checks by pydantic of what a file or a user gives: types are strict, and an error names the
-field.
-"""
+"""Checks of files and arguments by pydantic: types are strict, and errors name the field."""
 
 import dataclasses
 import functools
@@ -20,7 +18,7 @@ T = TypeVar("T")
 # The names of dtypes that a user may give; auto: that of the checkpoint.
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
-# A measured number, a part of a whole, a number that others grow by, and counts.
+# Types of fields: measured numbers, parts of a whole, growth factors, counts and seeds.
 Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Factor = Annotated[float, Field(gt=1)]
@@ -30,9 +28,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class InvalidError(ValueError):
-    """A value that is not of its type. field: empty for the whole. cause: what is wrong with it, in
-    words.
-    """
+    """A value of the wrong type. field: its name; empty for the whole. cause: in words."""
 
     def __init__(self, field: str, cause: str):
         super().__init__(with_arguments(cause))
@@ -44,10 +40,9 @@ _adapter = functools.cache(TypeAdapter)
 
 
 def validated(kind: type[T], content: Any) -> T:
-    """An instance of a dataclass or another annotation from what `json.loads` gave, without unknown
-    fields.
+    """An instance of a dataclass or other type from parsed JSON, without unknown fields.
 
-    Raises an InvalidError about the first value that is missing, not of its type, or rejected by
+    Raises an InvalidError about the first value that is missing, of the wrong type, or rejected by
     `__post_init__`.
     """
     try:
@@ -58,8 +53,8 @@ def validated(kind: type[T], content: Any) -> T:
 
 
 class Checked:
-    """A frozen dataclass whose fields must be of their types and within their limits; an `error`
-    names the first.
+    """A frozen dataclass that checks the types and limits of its fields; an `error` names the first
+    wrong one.
     """
 
     error: ClassVar[type[HasslefreeError]] = BudgetError
@@ -127,16 +122,14 @@ def argument_error(function: Callable[..., Any], errors: list[ErrorDetails]) -> 
 
 
 def plain(value: Any) -> Any:
-    """A number of Python for a scalar of numpy or torch; anything else as it is."""
+    """A Python number for a scalar of numpy or torch; any other value unchanged."""
     if getattr(value, "ndim", None) == 0:
         return value.item()
     return value
 
 
 def describe(error: ErrorDetails) -> tuple[str, str]:
-    """The field of an error of pydantic (empty for the whole), and what is wrong with it in a
-    sentence.
-    """
+    """The field of a pydantic error (empty for the whole), and the problem in a sentence."""
     field = next((part for part in reversed(error["loc"]) if isinstance(part, str)), "")
     if error["type"] == "value_error":
         refusal = error["ctx"]["error"]
