@@ -87,8 +87,9 @@ def duration(seconds: float) -> str:
     minutes = round(seconds / 60)
     if minutes < 120:
         return f"{minutes} min"
-    if minutes < 600:
-        return f"{minutes // 60} h" + (f" {minutes % 60} min" if minutes % 60 else "")
+    hours, rest = divmod(minutes, 60)
+    if hours < 10 and rest:
+        return f"{hours} h {rest} min"
     if minutes < 48 * 60:
         return f"{minutes / 60:.0f} h"
     return f"{minutes / 1440:.0f} days"

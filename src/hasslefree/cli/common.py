@@ -162,6 +162,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 command = partial(app.command, cls=Command)
+to_json = partial(json.dumps, indent=1, allow_nan=False)
 
 
 def flag(panel: str | None, help: str, *names: str, **settings: Any) -> Any:
@@ -270,7 +271,7 @@ def show(
         for table in tables:
             console.print(table)
     elif not QUIET_PROCESS:
-        print(json.dumps(results, indent=1, allow_nan=False))
+        print(to_json(results))
     if output is not None:
         write_file(results, output)
         say(f"Written to {output}.")
@@ -279,7 +280,7 @@ def show(
 def write_file(results: dict[str, Any], output: Path) -> None:
     from hasslefree.checkpoint.output import write_whole
 
-    write_whole(output, json.dumps(results, indent=1, allow_nan=False) + "\n")
+    write_whole(output, to_json(results) + "\n")
 
 
 def say(text: str, **settings: Any) -> None:

@@ -37,9 +37,8 @@ def inspect(
     from hasslefree.checkpoint.inspect import inspect_folder, kind_table, layer_table
 
     sizes = inspect_folder(folder)
-    common.show(
-        sizes.to_dict(), output, as_json, layer_table(sizes) if layers else kind_table(sizes)
-    )
+    draw = layer_table if layers else kind_table
+    common.show(sizes.to_dict(), output, as_json, draw(sizes))
 
 
 @command("report", rich_help_panel=common.MEASURE)
