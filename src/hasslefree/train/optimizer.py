@@ -53,7 +53,7 @@ class Variable:
     unit: Tensor
     store: Callable[[Tensor], None] | None = None
     scale: "Variable | None" = None
-    middle: Tensor | None = None
+    middle: Tensor | int = 0
 
     def __post_init__(self) -> None:
         # The stored dtype: the leaf has a wider one while its block is `computing`.
@@ -61,7 +61,7 @@ class Variable:
 
     def write(self, value: Tensor) -> None:
         """Store a value, given in the units of the leaf."""
-        if self.scale is not None and self.middle is not None:
+        if self.scale is not None:
             shift = self.middle * self.scale.leaf.to(value.dtype)
             value = value - shift.to(value.device)
         if self.store is not None:
@@ -132,7 +132,7 @@ class BlockOptimizer:
             gradients[variable] = gradient.to(variable.master.dtype)
             self.world.add(gradients[variable])
         for variable in self.variables:
-            if variable.scale is not None and variable.middle is not None:
+            if variable.scale is not None:
                 gradients[variable.scale] -= variable.middle * gradients[variable]
         return gradients
 
