@@ -111,7 +111,7 @@ def process_group(device: torch.device) -> Iterator[World]:
     if not size.isdecimal() or not has_rank:
         raise DistributedError(
             f"WORLD_SIZE is {size!r}, but RANK and MASTER_ADDR do not say which process this is;"
-            " start the processes by torchrun, or unset WORLD_SIZE"
+            " start the processes with torchrun, or unset WORLD_SIZE"
         )
     if device.type == "cuda":
         if device.index is None:

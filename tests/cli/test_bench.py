@@ -112,7 +112,7 @@ def test_a_process_that_ends_without_an_answer_is_said_to_lack_memory():
     theirs.close()
     dead.name, dead.connection = "m", ours
     dead.process = SimpleNamespace(join=lambda: None, exitcode=-9)
-    with pytest.raises(ModelError, match="the process that runs m ended with code -9, as one does that needs more"):
+    with pytest.raises(ModelError, match="the process that runs m ended with code -9, probably for lack of memory"):
         dead.answer()
 
 

@@ -141,7 +141,7 @@ def model_beside(
     if kl is None and not fit_together((model, dense), dtype, device):
         common.say(
             "Both models do not fit in memory at once: they are measured one after the other,"
-            " without the KL divergence; --kl measures it all the same."
+            " without the KL divergence; use --kl to measure it anyway."
         )
         return None
     return dense

@@ -98,8 +98,8 @@ class Contender:
             self.process.join()
             raise ModelError(
                 f"the process that runs {self.name} ended with code {self.process.exitcode},"
-                " as one does that needs more memory than there is; measure the compressed model"
-                f" alone with {option('dense', 'none')}"
+                " probably for lack of memory; measure the compressed model alone with"
+                f" {option('dense', 'none')}"
             ) from None
         if isinstance(found, Exception):
             raise found
