@@ -25,7 +25,7 @@ from hasslefree import Recipe
 from hasslefree.demo.run import CALIBRATION, MODEL, run_demo
 from hasslefree.evaluation.harness import evaluate_tasks, load_tasks
 from hasslefree.evaluation.run import perplexity, text_perplexity
-from hasslefree.evaluation.tasks import TASKS, check_tasks
+from hasslefree.evaluation.tasks import TASKS
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_model
 from hasslefree.models.sites import find_sites
@@ -201,7 +201,6 @@ def fill(
 
 def zero_shot(model: str, tasks: list[str], limit: int | None, task_data: Path, dtype: str = "float32") -> Row:
     """The accuracy of a model, dense or compressed, on every task."""
-    check_tasks(tasks, task_data)
     phases = Phases()
     checked = load_tasks(tasks, task_data, limit, phases)
     scored = evaluate_tasks(

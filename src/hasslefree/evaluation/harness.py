@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from hasslefree.checkpoint.record import versions
 from hasslefree.core.products import fast_products
 from hasslefree.errors import NonFiniteError, OutputError, option
-from hasslefree.evaluation.tasks import load_task
+from hasslefree.evaluation.tasks import check_harness, check_tasks, load_task
 from hasslefree.models.calls import replaced
 from hasslefree.models.load import DOWNLOAD_AGAIN, check_ids, loading
 from hasslefree.models.tokenizer import surrounding_tokens
@@ -45,7 +45,9 @@ def default_cache() -> Path:
 def load_tasks(
     names: Sequence[str], folder: Path | None, limit: int | None, phases: Phases
 ) -> dict[str, Any]:
-    """Load tasks by name, and check their rows: see `load_task`. phases: of the run."""
+    """Check and load tasks by name: see `check_tasks` and `load_task`. phases: of the run."""
+    check_tasks(names, folder)
+    check_harness()
     with quiet_harness(), phases.phase(TASK_DATA):
         return {name: load_task(name, folder, limit) for name in names}
 
@@ -211,7 +213,7 @@ def cache_name(model: PreTrainedModel, tokenizer: Any) -> str:
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         # As bytes, because NumPy has no bfloat16.
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     with tempfile.TemporaryDirectory() as folder:
         for file in sorted(tokenizer.save_pretrained(folder)):
             if Path(file).is_file():

@@ -23,7 +23,6 @@ from hasslefree.core.predictions import Comparison
 from hasslefree.core.products import fast_products
 from hasslefree.errors import CalibrationError, ModelError, NonFiniteError, option
 from hasslefree.evaluation.harness import evaluate_tasks, load_tasks
-from hasslefree.evaluation.tasks import check_harness, check_tasks
 from hasslefree.models.load import check_ids, load_model, resolve_seqlen
 from hasslefree.models.names import recorded_name
 from hasslefree.models.probe import sees_later_tokens
@@ -291,10 +290,8 @@ def evaluate(
     libraries = versions()
     loaded: dict[str, Any] = {}
     if tasks:
-        check_tasks(tasks, task_data)
-        check_harness()
-        libraries = versions("lm_eval")
         loaded = load_tasks(tasks, task_data, limit, phases)
+        libraries = versions("lm_eval")
     names = [str(model)]
     if dense is not None:
         names.append(str(dense))
