@@ -241,10 +241,10 @@ def plan(
     setup = setup_of(
         model, recipe, resolve_device(device), activations, processes, trust_remote_code
     )
-    content: dict[str, Any] = {}
+    summary = plan_summary(setup)
     tables: list[Any] = []
     shares_size = setup.resolved.size is not None and setup.resolved.allocate == "error"
-    if shares_size and not plan_summary(setup)["problem"]:
+    if shares_size and not summary["problem"]:
         from hasslefree.pipeline.advise import advise
 
         with phase_bars() as progress:
@@ -257,9 +257,9 @@ def plan(
                 progress=progress,
             )
         setup = dataclasses.replace(setup, plan=advice[0].plan)
-        content["advice"] = [choice.to_dict() for choice in advice]
-        tables.append(advice_table(advice))
-    common.show(plan_summary(setup) | content, output, as_json, plan_table(setup, *tables))
+        summary = plan_summary(setup) | {"advice": [choice.to_dict() for choice in advice]}
+        tables = [advice_table(advice)]
+    common.show(summary, output, as_json, plan_table(setup, *tables))
 
 
 @command(rich_help_panel=COMPRESS)
