@@ -24,7 +24,7 @@ import hasslefree
 from hasslefree.errors import OutputError
 from hasslefree.escaping import escaped
 
-# The headings of the root's help and, beside those of a recipe, of a command's help.
+# Headings in the help of `hasslefree` and of its commands, besides the groups of a recipe.
 COMPRESS = "Compress"
 TRY = "Try a result"
 MEASURE = "Measure"

@@ -63,8 +63,7 @@ def write_report(
     """Write an HTML page about compressed folders, side by side.
 
     The page needs no network. Perplexities and tasks are taken from the files evaluation*.json in
-    each folder, and from the JSON files that are named beside the folders, which may be those of
-    the dense model.
+    each folder, and from the JSON files among the arguments, which may be of the dense model.
     """
     from hasslefree.checkpoint.output import PAGE as BEGINNING
     from hasslefree.checkpoint.output import check_file, write_whole

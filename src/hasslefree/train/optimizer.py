@@ -248,7 +248,7 @@ def variables_of_factors(layer: SparseLowRankLinear, scale: Tensor) -> Iterator[
         yield plain(layer.get_parameter("low_rank_u"), of_columns)
         yield plain(layer.get_parameter("low_rank_v"), scale / of_rows.unsqueeze(1))
         return
-    # Not balanced: they are mixed so that rounding costs little.
+    # Not balanced: u and v were mixed to reduce the rounding error.
     yield coded(layer, "low_rank_u", u, torch.ones_like(u[0, 0]))
     yield coded(layer, "low_rank_v", v, scale)
 

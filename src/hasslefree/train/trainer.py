@@ -6,8 +6,8 @@ the support and the codes of S fixed, by Adam on
 
     mean over tokens of KL(dense ‖ compressed)
 
-between the predictions. The text is new calibration text as far as there is enough of it; a short
-text is read a few times. A step is a forward and a backward pass, block by block; the gradients of
+between the predictions. The text is unused calibration text as far as there is enough; a short text
+is read several times. A step is a forward and a backward pass, block by block; the gradients of
 a block are freed before those of the block before it are computed. With gradient checkpointing,
 only the input of each block is kept, and the block runs again in the backward pass: one block at a
 time has S unpacked and its activations in memory.
@@ -121,15 +121,15 @@ class Trainer:
     """Training of the surviving values of all blocks, in place.
 
     Args:
-        walk: through the compressed model, all of it in memory.
+        walk: of the compressed model, which is in memory as a whole.
         world: the processes that share the segments as `World.share` does, each with the same
             model.
         optimizer_device: where the master weights and the moments of Adam are and Adam runs; None
             for the device of each block.
         keep_graphs: keep the activations of all blocks for the backward pass, in place of gradient
             checkpointing.
-        deadline: end of training, in seconds of the performance counter; None for the passes of the
-            reference.
+        deadline: end of training, in seconds of the performance counter; None for the number of
+            passes of the reference.
     """
 
     walk: Walk
