@@ -89,7 +89,9 @@ def evaluate_tasks(
             file = None
             if cache is not None:
                 file = cache / cache_name(model, tokenizer)
-            size: int | str = batch or ("auto" if model.device.type == "cuda" else 1)
+            size: int | str = batch or 1
+            if batch is None and model.device.type == "cuda":
+                size = "auto"
             lm = HFLM(model, tokenizer=tokenizer, batch_size=size, softmax_dtype=SOFTMAX_DTYPE)
             leave_open(lm)
             answering = lm

@@ -273,9 +273,6 @@ def norms(block: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the weights of the norms of a block: vectors of modules with "norm" in their names."""
     for module in block.modules():
         weight = getattr(module, "weight", None)
-        if (
-            "norm" in type(module).__name__.lower()
-            and isinstance(weight, nn.Parameter)
-            and weight.ndim == 1
-        ):
+        is_norm = "norm" in type(module).__name__.lower()
+        if is_norm and isinstance(weight, nn.Parameter) and weight.ndim == 1:
             yield weight
