@@ -159,7 +159,8 @@ def plain(leaf: Tensor, unit: Tensor | None = None) -> Variable:
     """A variable that is stored in its own dtype. unit: of its master weights; None for 1."""
     if unit is None:
         unit = torch.ones((), device=leaf.device)
-    return Variable(leaf, leaf.detach().to(working_dtype(leaf)) * unit, unit)
+    value = leaf.detach().to(working_dtype(leaf))
+    return Variable(leaf, value * unit, unit)
 
 
 def variables_of_sparse(layer: SparseLowRankLinear, scale: Tensor) -> Iterator[Variable]:
@@ -168,7 +169,8 @@ def variables_of_sparse(layer: SparseLowRankLinear, scale: Tensor) -> Iterator[V
     if grid is None:
         if layer.values.numel():
             dense = scale.expand(layer.spec.shape)
-            yield plain(layer.values, dense.masked_select(layer.support()).view_as(layer.values))
+            unit = dense.masked_select(layer.support())
+            yield plain(layer.values, unit.view_as(layer.values))
         return
     stored = layer.get_parameter("weight_scale")
     groups = 1 if stored.ndim == 1 else stored.shape[1]
