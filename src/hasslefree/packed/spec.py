@@ -100,25 +100,29 @@ class LayerSpec:
                 "weight_scale": ((out, 1), None),
                 "weight_input_scale": ((width,), None),
             } | positions
-        groups = self.grid.groups(width)
-        bits = self.grid.bits
-        codes = (*values[:-1], words_for(values[-1], bits))
-        tensors: TensorSpecs = {"weight_packed": (codes, torch.int32)}
-        blocks = self.grid.blocks(width)
+        codes = (*values[:-1], words_for(values[-1], self.grid.bits))
+        return {"weight_packed": (codes, torch.int32)} | self._scale_tensors(self.grid) | positions
+
+    def _scale_tensors(self, grid: Grid) -> TensorSpecs:
+        """The scales, and the offsets or zeros, of a grid without entropy coding."""
+        out, width = self.shape
+        groups = grid.groups(width)
+        blocks = grid.blocks(width)
         units = (out,) if blocks is None else (out, blocks)
+        tensors: TensorSpecs = {}
         floats = ["weight_scale"]
-        if self.grid.offset:
+        if grid.offset:
             floats.append("weight_offset")
         for name in floats:
-            if self.grid.scale_bits is None:
+            if grid.scale_bits is None:
                 tensors[name] = ((out, groups), None)
             else:
-                multiples = (out, words_for(groups, self.grid.scale_bits))
+                multiples = (out, words_for(groups, grid.scale_bits))
                 tensors[name] = (units, None)
                 tensors[f"{name}_packed"] = (multiples, torch.int32)
-        if not self.grid.offset and not self.grid.symmetric:
-            tensors["weight_zero_point"] = ((words_for(out, bits), groups), torch.int32)
-        return tensors | positions
+        if not grid.offset and not grid.symmetric:
+            tensors["weight_zero_point"] = ((words_for(out, grid.bits), groups), torch.int32)
+        return tensors
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Unpack S (out, in). The index is not validated.
@@ -253,5 +257,7 @@ class LayerSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields for JSON, without those that are None."""
-        fields = vars(self) | {"shape": list(self.shape), "grid": self.grid and self.grid.to_dict()}
+        fields = vars(self) | {"shape": list(self.shape)}
+        if self.grid:
+            fields["grid"] = self.grid.to_dict()
         return {name: value for name, value in fields.items() if value is not None}

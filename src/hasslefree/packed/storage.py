@@ -62,26 +62,12 @@ def pack_on_grid(codes: Tensor, grid: Grid) -> Tensor:
 
 
 def pack_scaling(scaling: Scaling) -> dict[str, Tensor]:
-    """The scales, and the zeros or offsets, as the tensors that store them."""
+    """The tensors that store the scales, and the zeros or offsets."""
     grid = scaling.grid
-    tensors: dict[str, Tensor] = {}
     if isinstance(scaling.storage, Multiples):
-        units = scaling.storage
-        tensors["weight_scale"] = units.scale_unit
-        multiples = units.scale_multiples(scaling.scale)
-        if units.signed:
-            multiples += 1 << units.bits - 1
-        tensors["weight_scale_packed"] = pack_codes(multiples.to(torch.uint8), units.bits)
-        if units.offset_unit is not None:
-            tensors["weight_offset"] = units.offset_unit
-            multiples = units.offset_multiples(scaling.zero).to(torch.uint8)
-            tensors["weight_offset_packed"] = pack_codes(multiples, units.bits)
-        if grid.block is None:  # units of rows: (out,)
-            for name in ("weight_scale", "weight_offset"):
-                if name in tensors:
-                    tensors[name] = tensors[name].squeeze(1)
+        tensors = pack_multiples(scaling, scaling.storage)
     else:
-        tensors["weight_scale"] = scaling.scale
+        tensors = {"weight_scale": scaling.scale}
         if scaling.input_scale is not None:
             tensors["weight_input_scale"] = scaling.input_scale
         if grid.offset:
@@ -89,6 +75,26 @@ def pack_scaling(scaling: Scaling) -> dict[str, Tensor]:
     if not grid.offset and not grid.symmetric:
         zeros = scaling.zero.to(torch.uint8).T
         tensors["weight_zero_point"] = pack_codes(zeros, grid.bits).T.contiguous()
+    return tensors
+
+
+def pack_multiples(scaling: Scaling, units: Multiples) -> dict[str, Tensor]:
+    """The tensors that store scales and offsets as multiples of units."""
+    scale_unit = units.scale_unit
+    offset_unit = units.offset_unit
+    if scaling.grid.block is None:  # units of rows: (out,)
+        scale_unit = scale_unit.squeeze(1)
+        if offset_unit is not None:
+            offset_unit = offset_unit.squeeze(1)
+    multiples = units.scale_multiples(scaling.scale)
+    if units.signed:
+        multiples += 1 << units.bits - 1
+    packed = pack_codes(multiples.to(torch.uint8), units.bits)
+    tensors = {"weight_scale": scale_unit, "weight_scale_packed": packed}
+    if offset_unit is not None:
+        multiples = units.offset_multiples(scaling.zero).to(torch.uint8)
+        tensors["weight_offset"] = offset_unit
+        tensors["weight_offset_packed"] = pack_codes(multiples, units.bits)
     return tensors
 
 
