@@ -5,7 +5,7 @@ factors.
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,25 @@ from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import MemoryShortError, ShapeError
 from hasslefree.packed.kernels import backends, ops
 from hasslefree.packed.kernels.factors import add_low_rank
-from hasslefree.packed.kernels.whole import CodesKernel, NumbaKernel, Operands, kernel_for
+from hasslefree.packed.kernels.whole import (
+    CodesKernel,
+    NumbaKernel,
+    Operands,
+    kernel_for,
+    version_of,
+)
 from hasslefree.packed.layouts import Columns
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.packed.storage import pack_sparse, unpack_codes
 from hasslefree.validation import typed
+
+
+class Decoded(NamedTuple):
+    """An entropy-coded stream, its version when it was decoded, and its codes."""
+
+    stream: Tensor
+    version: int
+    codes: Tensor
 
 
 class SparseLowRankLinear(nn.Module):
@@ -65,9 +79,8 @@ class SparseLowRankLinear(nn.Module):
         self.backend: str | None = None
         # S unpacked, for calls without gradients, while the caller promises not to change S.
         self.unpacked_copy: Tensor | None = None
-        # A stream of entropy-coded codes, its version, and the codes. While it is held, no other
-        # stream can be taken for it.
-        self.decoded: tuple[Tensor, int, Tensor] | None = None
+        # Held with its stream, so that no other stream gets the same address.
+        self.decoded: Decoded | None = None
         # S + u v, which replaces all tensors but the bias while gradients are computed.
         self.merged_weight: Tensor | None = None
         # The values of coded factors while they are trained, by name.
@@ -138,7 +151,11 @@ class SparseLowRankLinear(nn.Module):
         """The tensors of S by their names in the file."""
         with self.kernel.lock():
             self.kernel.release(self)
-            return {name: getattr(self, name) for name in self.spec.sparse_tensors()}
+            return self._sparse_tensors()
+
+    def _sparse_tensors(self) -> dict[str, Any]:
+        """`tensors`, but None for a buffer that the kernel has taken."""
+        return {name: getattr(self, name) for name in self.spec.sparse_tensors()}
 
     def unpacked(self) -> Tensor:
         """S: (out, in), a new tensor at each call."""
@@ -146,8 +163,7 @@ class SparseLowRankLinear(nn.Module):
             return self.spec.unpack(self.tensors())
         if torch.compiler.is_compiling() and self._buffers["weight_packed"] is None:
             # The kernel keeps its codes: entropy coding, to return them, cannot be traced.
-            tensors = {name: getattr(self, name) for name in self.spec.sparse_tensors()}
-            return self.spec.values(self._taken().all_codes(), tensors)
+            return self.spec.values(self._taken().all_codes(), self._sparse_tensors())
         tensors = self.tensors()
         return self.spec.values(self.codes(tensors), tensors)
 
@@ -166,19 +182,19 @@ class SparseLowRankLinear(nn.Module):
         if codes is None:
             stream = tensors["weight_packed"]
             codes = self.spec.codes(tensors)
-            self.decoded = (stream, version_of(stream), codes)
+            self.decoded = Decoded(stream, version_of(stream), codes)
         return codes
 
     def _decoded_now(self) -> Tensor | None:
         """The codes of the stream, if they have been decoded since it last changed."""
-        if self.decoded is None:
+        decoded = self.decoded
+        if decoded is None or decoded.stream is not self._buffers["weight_packed"]:
             return None
-        stream, version, codes = self.decoded
-        if stream is not self._buffers["weight_packed"]:
+        if torch.compiler.is_compiling():  # a version cannot be traced
+            return decoded.codes
+        if decoded.version != version_of(decoded.stream):
             return None
-        if not torch.compiler.is_compiling() and version != version_of(stream):
-            return None  # a version cannot be traced
-        return codes
+        return decoded.codes
 
     def rows(self, selected: Tensor) -> Tensor:
         """Some rows of a complete S on a grid: indices (rows,) → (rows, in).
@@ -192,7 +208,6 @@ class SparseLowRankLinear(nn.Module):
             return self.unpacked_copy.index_select(0, selected)
         grid = self.spec.grid
         assert grid is not None
-        tensors: dict[str, Tensor] = {}
         with self.kernel.lock():
             stored = self._buffers["weight_packed"]
             if stored is None:  # the kernel has taken it
@@ -202,10 +217,10 @@ class SparseLowRankLinear(nn.Module):
             else:
                 words = stored.index_select(0, selected)
                 codes = unpack_codes(words, grid.bits, self.in_features)
-            for name in self.spec.sparse_tensors():
-                tensors[name] = getattr(self, name)
-                if name not in ("weight_packed", "weight_input_scale"):
-                    tensors[name] = tensors[name].index_select(0, selected)
+            tensors = {}
+            for name, tensor in self._sparse_tensors().items():
+                is_whole = name in ("weight_packed", "weight_input_scale")
+                tensors[name] = tensor if is_whole else tensor.index_select(0, selected)
         shape = (len(selected), self.in_features)
         spec = dataclasses.replace(self.spec, shape=shape, nonzeros=shape[0] * shape[1])
         return spec.values(codes, tensors)
@@ -239,7 +254,7 @@ class SparseLowRankLinear(nn.Module):
     def held_bytes(self) -> int:
         """Bytes in memory beside the parameters and buffers: of a kernel and of unpacked copies."""
         copy = 0 if self.unpacked_copy is None else self.unpacked_copy.nbytes
-        codes = 0 if self.decoded is None else self.decoded[2].nbytes
+        codes = 0 if self.decoded is None else self.decoded.codes.nbytes
         return self.kernel.bytes + codes + copy
 
     def forward(self, x: Tensor) -> Tensor:
@@ -353,7 +368,7 @@ class SparseLowRankLinear(nn.Module):
             super()._apply(fn, recurse)
             if decoded is not None:  # moved beside their stream, not decoded again
                 stream = self.get_buffer("weight_packed")
-                self.decoded = (stream, version_of(stream), fn(decoded))
+                self.decoded = Decoded(stream, version_of(stream), fn(decoded))
             return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -368,11 +383,6 @@ class SparseLowRankLinear(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.kernel = kernel_for(self.spec)
-
-
-def version_of(tensor: Tensor) -> int:
-    """A number that rises when a tensor is changed in place; inference tensors have none."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def compressed_layers(model: nn.Module) -> dict[str, SparseLowRankLinear]:

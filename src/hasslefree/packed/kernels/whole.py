@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # The codes and scales of an S on a grid, as a backend multiplies by them.
 Operands = Int4 | Int8 | ByteCodes
+# The addresses and versions of a layer's tensors.
+Key = tuple[tuple[int, int], ...]
 logger = logging.getLogger(__name__)
 # Entries of u and v that one thread multiplies faster than torch starts several.
 MAX_FACTORS = 1 << 19
@@ -76,13 +78,13 @@ class Prepared:
         factors: L and the bias, if the factors are codes that one thread multiplies.
     """
 
-    key: tuple[tuple[int, int], ...]
-    tensors: tuple[Tensor, ...]
-    sparse: LayerArrays | None
+    key: Key = ()
+    tensors: tuple[Tensor, ...] = ()
+    sparse: LayerArrays | None = None
     factors: FactorArrays | None = None
 
 
-NOTHING = Prepared((), (), None)
+NOTHING = Prepared()
 
 
 class NumbaKernel(Kernel):
@@ -133,13 +135,13 @@ class NumbaKernel(Kernel):
         self.prepared = NOTHING
 
 
-def prepare(layer: "SparseLowRankLinear", key: tuple[tuple[int, int], ...]) -> Prepared:
+def prepare(layer: "SparseLowRankLinear", key: Key) -> Prepared:
     """Make the arrays of a layer whose tensors have this key; none if a tensor is not contiguous in
     the memory of the CPU.
     """
     tensors = tensors_of(layer)
     if not all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
-        return Prepared(key, (), None)
+        return Prepared(key)
     layout = layer.spec.layout
     assert not isinstance(layout, Columns)
     stored = (layout, layer.in_features, layer.values, layer.index)
@@ -163,15 +165,15 @@ class PreparedCodes:
         takes_few: a few tokens on a CPU need none of torch's products with L.
     """
 
-    key: tuple[tuple[int, int], ...]
-    tensors: tuple[Tensor, ...]
+    key: Key = ()
+    tensors: tuple[Tensor, ...] = ()
     operands: Operands | None = None
     index: Tensor | None = None
     factors: FactorArrays | None = None
     takes_few: bool = False
 
 
-NO_CODES = PreparedCodes((), ())
+NO_CODES = PreparedCodes()
 
 
 class CodesKernel(Kernel):
@@ -248,7 +250,7 @@ class CodesKernel(Kernel):
             obstacle = backends.BACKENDS["numba"](case)
             if obstacle and case.device == "cpu":
                 log_slower(obstacle)
-            self.prepared = PreparedCodes(key_of(layer), ())
+            self.prepared = PreparedCodes(key_of(layer))
         return self.prepared
 
     def _take(self, layer: "SparseLowRankLinear", backend: str) -> PreparedCodes:
@@ -302,15 +304,18 @@ def factor_arrays(layer: "SparseLowRankLinear") -> FactorArrays | None:
     return FactorArrays(u, v, u_scale, v_scale, layer.bias)
 
 
-def key_of(layer: "SparseLowRankLinear") -> tuple[tuple[int, int], ...]:
+def key_of(layer: "SparseLowRankLinear") -> Key:
     """Identify the tensors of a layer, and their contents by the versions that autograd counts."""
     key = []
-    for tensors in (layer._parameters, layer._buffers):
-        for tensor in tensors.values():
-            if tensor is not None:
-                version = 0 if tensor.is_inference() else tensor._version
-                key.append((tensor.data_ptr(), version))
+    for tensor in (*layer._parameters.values(), *layer._buffers.values()):
+        if tensor is not None:
+            key.append((tensor.data_ptr(), version_of(tensor)))
     return tuple(key)
+
+
+def version_of(tensor: Tensor) -> int:
+    """A number that rises when a tensor is changed in place; inference tensors have none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def tensors_of(layer: "SparseLowRankLinear") -> tuple[Tensor, ...]:
