@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.util
+import math
 import mmap
 import sys
 import threading
@@ -136,13 +137,16 @@ def numba_kernels() -> Any:
     return masks
 
 
-def workspace(size: int) -> Tensor:
-    """`size` bytes of this thread, kept from call to call: new pages cost more than unpacking."""
+def workspace(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor in memory that this thread keeps from call to call: new pages cost
+    more than unpacking.
+    """
+    size = math.prod(shape) * dtype.itemsize
     memory: Tensor | None = getattr(_kept, "memory", None)
     if memory is None or memory.numel() < size:
         memory = torch.empty(size, dtype=torch.uint8)
         _kept.memory = memory
-    return memory[:size]
+    return memory[:size].view(dtype).view(shape)
 
 
 def give_up_pages(tensor: Tensor) -> None:

@@ -7,7 +7,6 @@ a CPU's, and `tiles` CUDA's.
 """
 
 import functools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -212,7 +211,7 @@ def unpacked_rows(operands: Int4, rows: slice) -> Tensor:
     """Some rows of S on a CPU, whole blocks or the last ones, in the memory of this thread."""
     nibbles = operands.nibbles
     shape = (rows.stop - rows.start, len(operands.terms) * nibbles.group)
-    unpacked = arrays.workspace(2 * math.prod(shape)).view(torch.bfloat16).view(shape)
+    unpacked = arrays.workspace(shape, torch.bfloat16)
     step = 4 * rows_of_block()  # rows that stay in the cache
     for start in range(rows.start, rows.stop, step):
         few = slice(start, min(start + step, rows.stop))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hasslefree.core.coder import MIDDLE
 from hasslefree.core.grids import Grid
-from hasslefree.core.products import linear, multiplies_slowly
+from hasslefree.core.products import linear, multiplies_slowly, tiles
 from hasslefree.packed.kernels import interleaved
 from hasslefree.packed.kernels.factors import add_low_rank
 from hasslefree.packed.kernels.ops import operator
@@ -89,12 +89,10 @@ def int8_product(
     dtype = torch.float32 if multiplies_slowly(x.dtype, x.device) else x.dtype
     inputs = x.to(dtype)
     out, width = codes.shape
-    height = max(1, TILE_BYTES // (4 * width))
     y = x.new_empty(len(x), out)
     # Codes without their scales are large: in float16, autocast would make their sums infinite.
     with torch.autocast("cpu", enabled=False):
-        for first in range(0, out, height):
-            rows = slice(first, first + height)
+        for rows in tiles(out, TILE_BYTES // (4 * width)):
             y[:, rows] = linear(inputs, codes[rows].to(dtype)) * scale[rows]
     return add_low_rank(y, x, u, v)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hasslefree.core.products import is_traced, linear, multiplies_tiles
+from hasslefree.core.products import is_traced, linear, multiplies_tiles, tiles
 from hasslefree.packed.kernels.arrays import (
     LayerArrays,
     bits_of,
@@ -155,11 +155,11 @@ def _by_tables(
         tokens -= remainder
         y[tokens:] = _direct(x[tokens:], values, positions, PackedGroups(2, 4))
     missing = -tokens % llvm_pairs.TOKENS
-    inputs = F.pad(x[:tokens], (0, 0, 0, missing)) if missing else x[:tokens].contiguous()
+    inputs = F.pad(x[:tokens], (0, 0, 0, missing)).contiguous()
     rows_per_thread = -(-out * len(inputs) // (threads * llvm_pairs.TOKENS))
     height = min(out, MAX_TABLE_ROWS, max(llvm_pairs.TOKENS, rows_per_thread))
     shape = (threads, llvm_pairs.TABLE_ROWS + height, llvm_pairs.TOKENS)
-    memory = workspace(4 * math.prod(shape)).view(torch.float32).view(shape).numpy()
+    memory = workspace(shape, torch.float32).numpy()
     outputs = bits_of(y[:tokens])
     tables.dot_tables_2_4(bits_of(values), positions.numpy(), bits_of(inputs), outputs, memory)
     return y
@@ -181,19 +181,17 @@ def _by_tiles(
     rows_of_masks = masks.numpy()
     row_bytes = max(1, width * x.itemsize)
     height = min(out, max(MIN_TILE_ROWS, TILE_BYTES // row_bytes))
-    tile = workspace(height * width * x.itemsize).view(x.dtype).view(height, width)
-    array = bits_of(tile)
+    tile = workspace((height, width), x.dtype)
 
-    def product_with(start: int, count: int) -> Tensor:
-        rows = slice(start, start + count)
+    def product_with(rows: slice) -> Tensor:
+        unpacked = tile[: rows.stop - rows.start]
         some = (first_values[rows], rows_of_masks[rows])
-        kernels.unpack_by_masks(stored, *some, array[:count], kernels.STEP)
-        return linear(x, tile[:count])
+        kernels.unpack_by_masks(stored, *some, bits_of(unpacked), kernels.STEP)
+        return linear(x, unpacked)
 
     if height == out:
-        return product_with(0, out)
+        return product_with(slice(0, out))
     y = x.new_empty(len(x), out)
-    for start in range(0, out, height):
-        count = min(height, out - start)
-        y[:, start : start + count] = product_with(start, count)
+    for rows in tiles(out, height):
+        y[:, rows] = product_with(rows)
     return y
