@@ -36,8 +36,6 @@ INT64 = ir.IntType(64)
 WORDS = ir.VectorType(INT32, LANES)
 # The total of a register of float32.
 TOTAL = "llvm.vector.reduce.fadd.v16f32"
-# Σ of products of pairs of bfloat16, added to a register of float32.
-PRODUCTS_BF16 = "llvm.x86.avx512bf16.dpbf16ps.512"
 
 
 class BFloat(ir.Type):  # type: ignore[misc]
@@ -66,11 +64,9 @@ class Sums(types.Type):
         super().__init__(f"Sums({rows}, {tokens})")
 
 
+@register_model(Sums)
 def _model_of_sums(manager, kind):
     return models.PrimitiveModel(manager, kind, kind.registers)
-
-
-register_model(Sums)(_model_of_sums)
 
 
 class Array:
@@ -164,24 +160,33 @@ def instruction(result, **kinds):
         ):
             operands = []
             for kind, value in zip(signature.args, arguments, strict=True):
-                if isinstance(kind, types.Array):
-                    operands.append(Array(context, builder, kind, value))
-                elif isinstance(kind, Sums):
-                    operands.append(Registers(builder, kind, value))
-                elif isinstance(kind, types.NoneType):
-                    operands.append(None)
-                else:
-                    operands.append(value)
-            found = emit(builder, *operands)
-            if isinstance(found, Registers):
-                return found.value
-            if found is None:
+                operands.append(operand_of(context, builder, kind, value))
+            output = emit(builder, *operands)
+            if isinstance(output, Registers):
+                return output.value
+            if output is None:
                 return context.get_dummy_value()
-            return found
+            return output
 
         return typed
 
     return decorate
+
+
+def operand_of(
+    context,
+    builder,
+    kind,
+    value,
+):
+    """An argument as the function that `instruction` decorates takes it."""
+    if isinstance(kind, types.Array):
+        return Array(context, builder, kind, value)
+    if isinstance(kind, Sums):
+        return Registers(builder, kind, value)
+    if isinstance(kind, types.NoneType):
+        return None
+    return value
 
 
 def native(
@@ -224,7 +229,8 @@ def with_products(
         return native(builder, "llvm.fma.v16f32", FLOATS, [left, right, total])
     left = builder.bitcast(left, BFLOATS)
     right = builder.bitcast(right, BFLOATS)
-    return native(builder, PRODUCTS_BF16, FLOATS, [total, left, right])
+    # Sums of products of pairs of bfloat16, added to a register of float32.
+    return native(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [total, left, right])
 
 
 def everywhere(value):

@@ -14,6 +14,7 @@ from hasslefree.packed.kernels.llvm import (
     everywhere,
     instruction,
     native,
+    with_products,
 )
 
 # The float32 of a register that the numbers of another name.
@@ -155,8 +156,7 @@ def add_scaled(
         place = [group, builder.add(row, row.type(LANES * i))]
         bits = builder.shl(terms.load(place, WORDS, align=4), everywhere(16))
         scale = builder.bitcast(bits, FLOATS)
-        operands = [parts[i], scale, sums[i]]
-        sums[i] = native(builder, "llvm.fma.v16f32", FLOATS, operands)
+        sums[i] = with_products(builder, sums[i], parts[i], scale)
     return sums
 
 

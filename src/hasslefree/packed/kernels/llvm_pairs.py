@@ -11,7 +11,6 @@ from hasslefree.packed.kernels.llvm import (
     INT32,
     INT64,
     LANES,
-    PRODUCTS_BF16,
     copies,
     instruction,
     native,
@@ -130,6 +129,6 @@ def add_tabulated(
         for i, total in enumerate(totals):
             source = builder.gep(row, [INT32(0), INT32(i)])
             inputs = builder.load(source, align=64)
-            totals[i] = native(builder, PRODUCTS_BF16, FLOATS, [total, factors, inputs])
+            totals[i] = with_products(builder, total, factors, inputs)
     for target, total in zip(targets, totals, strict=True):
         builder.store(total, target, align=64)
