@@ -61,8 +61,8 @@ class ByteCodes:
 
         y = torch.empty(len(x), len(self.codes))
         inputs = x.float().contiguous()
-        stored = (self.codes, self.scale, self.centre)
-        dot_codes(*[tensor.numpy() for tensor in (*stored, inputs, y)])
+        operands = (self.codes, self.scale, self.centre, inputs, y)
+        dot_codes(*[tensor.numpy() for tensor in operands])
         return y.to(x.dtype)
 
     def product(

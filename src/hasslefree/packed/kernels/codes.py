@@ -62,10 +62,11 @@ class Nibbles:
     @classmethod
     def fitting(cls, bits: int, stored_group: int, device: str) -> "Nibbles | None":
         """With the longest group that divides those of a grid; None if there is none."""
+        high = bits - 4
+        shares = high in (1, 2) and device == "cpu" and shares_nibbles()
         for group in STORED_GROUPS:
-            high = bits - 4
-            shares = high in (1, 2) and group in GROUPS and device == "cpu" and shares_nibbles()
-            nibbles = cls(bits, group, high if shares else 0)
+            shared = high if shares and group in GROUPS else 0
+            nibbles = cls(bits, group, shared)
             if stored_group % group == 0 and nibbles.together in GROUPS:
                 return nibbles
         return None
@@ -109,7 +110,9 @@ class Nibbles:
             lifted = codes + self.lift
             parts = [lifted & 15, (lifted >> 4) + (ZERO - middle // 16)]
         else:
-            parts = [codes + (ZERO - middle), torch.full_like(codes, ZERO)][: self.count]
+            parts = [codes + (ZERO - middle)]
+            if self.count == 2:
+                parts.append(torch.full_like(codes, ZERO))
         grouped = [part.view(len(codes), -1, self.group) for part in parts]
         return torch.stack(grouped, 2).view(len(codes), -1)
 

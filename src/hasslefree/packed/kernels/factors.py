@@ -46,10 +46,13 @@ class FactorArrays:
         v_scale: Tensor | None,
         bias: Tensor | None,
     ):
-        self.arrays: list[Any] = []
-        for matrix, scale in ((v, v_scale), (u, u_scale)):
-            self.arrays += [as_numpy(matrix.contiguous()), floats_of(scale)]
-        self.arrays.append(floats_of(bias))
+        self.arrays = (
+            as_numpy(v.contiguous()),
+            floats_of(v_scale),
+            as_numpy(u.contiguous()),
+            floats_of(u_scale),
+            floats_of(bias),
+        )
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """y += x vᵀ uᵀ + b, for x (tokens, in) and y (tokens, out), both contiguous."""

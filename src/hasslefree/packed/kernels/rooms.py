@@ -28,7 +28,8 @@ class BlockedRoom:
 
     def __init__(self, rows: int, inputs: int):
         self.packed = reordered(torch.zeros(rows, inputs, dtype=torch.bfloat16))
-        self.values = values_of(self.packed).view(-1, -(-inputs // INPUTS) * INPUTS // 2, BLOCK, 2)
+        blocks = -(-rows // BLOCK)
+        self.values = values_of(self.packed).view(blocks, -1, BLOCK, 2)
 
     def product(self, x: Tensor) -> Tensor:
         """x (tokens, in) → (tokens, rows)."""

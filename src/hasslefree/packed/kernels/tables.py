@@ -6,6 +6,8 @@ it. A code is the row of the table, so that no input is selected, and half of th
 dense layer remain.
 """
 
+from itertools import combinations
+
 import numpy as np
 from numba import prange
 
@@ -23,7 +25,7 @@ from hasslefree.packed.kernels.llvm_pairs import CODES, GROUPS, TABLE_ROWS, TOKE
 # Rows of S by which prefetching is ahead of those that are multiplied with a table.
 ROWS_AHEAD = 32
 # The pairs of inputs that a group of 2:4 may keep.
-PAIRS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
+PAIRS = tuple(combinations(range(4), 2))
 
 
 @row_function
