@@ -1,1 +1,1 @@
-"""The bytes of S and L, and the layer that runs from them."""
+"""Packed storage of S and L, and the layer that computes from it."""

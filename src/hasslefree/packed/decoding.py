@@ -10,14 +10,14 @@ from transformers.utils import logging
 from hasslefree.errors import CheckpointError, GridError
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
 
-# At most so many layers are decoded at a time: each takes 16 bytes for a code of a chunk.
+# Layers decoded at a time, at most: each takes 16 bytes per code of a chunk.
 THREADS = 8
 
 
 def decode_layers(model: nn.Module) -> None:
-    """Decode the codes of all layers of a model, so that its first call need not.
+    """Decode the codes of all layers of a model, which saves the first call the time.
 
-    Layers on meta are left out: whoever fills them in decodes them at a call.
+    Layers on the meta device are skipped: they are decoded at a call, once they are loaded.
 
     Raises:
         CheckpointError: the codes of a layer are damaged.
@@ -25,12 +25,12 @@ def decode_layers(model: nn.Module) -> None:
     layers = dict(entropy_coded(model))
     if not layers:
         return
-    # The first one makes the tables of the coder, which the others share.
+    # The first layer makes the tables of the coder, which all layers share.
     decode_layer(*layers.popitem())
     with ThreadPoolExecutor(min(torch.get_num_threads(), THREADS)) as pool:
         decoded = pool.map(decode_layer, layers, layers.values())
         bar = logging.tqdm(decoded, total=len(layers) + 1, initial=1, desc="Decoding weights")
-        list(bar)  # the first error, in the order of the layers, is raised here
+        list(bar)  # raises the first error, in the order of the layers
 
 
 def entropy_coded(model: nn.Module) -> Iterator[tuple[str, SparseLowRankLinear]]:
@@ -42,7 +42,7 @@ def entropy_coded(model: nn.Module) -> Iterator[tuple[str, SparseLowRankLinear]]
 
 
 def decode_layer(name: str, layer: SparseLowRankLinear) -> None:
-    """Decode the codes of one layer, which keeps them. name: in the model."""
+    """Decode the codes of one layer, which keeps them. name: of the layer in the model."""
     try:
         layer.codes(layer.tensors())
     except GridError as error:

@@ -11,11 +11,11 @@ from hasslefree.packed.spec import LayerSpec
 class PackedEmbedding(SparseLowRankLinear):
     """Look up rows of a matrix (vocabulary, hidden) that is stored as the S of a compressed layer.
 
-    Only the rows that are looked up are unpacked. Floats are multiplied by the matrix, for a head
-    that shares it: both use one copy of the codes.
+    Only these rows are unpacked. Inputs of a floating dtype are multiplied by the matrix instead,
+    for an output head that shares the codes.
 
-    The attribute `scale` is what the rows that are looked up are multiplied by, rounded to their
-    dtype; Gemma's are scaled by the root of the width.
+    The rows are multiplied by the attribute `scale`, rounded to their dtype: Gemma scales them by
+    the square root of the width.
 
     Args:
         spec: of a complete matrix on a grid, without L.
@@ -33,7 +33,7 @@ class PackedEmbedding(SparseLowRankLinear):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
-        # Each row must be stored by itself, and zeros are packed along the rows.
+        # Rows must be stored independently, and zeros are packed across rows.
         grid = spec.grid
         has_rows = grid is not None and (grid.offset or grid.symmetric)
         if spec.pattern != "dense" or not has_rows or spec.rank:
@@ -47,13 +47,15 @@ class PackedEmbedding(SparseLowRankLinear):
 
     @property
     def weight(self) -> Tensor:
-        """The scales or their units, (vocabulary, ·): transformers looks up the first size."""
+        """The scales or their units, (vocabulary, ·): transformers reads the first dimension."""
         return super().weight.view(self.num_embeddings, -1)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids: (...) → (..., hidden). Floats are inputs of a head that shares the matrix, (...,
-        hidden) → (..., vocabulary): accelerate, which keeps the tensors of a module on a disk or on
-        another device, brings them for a call of `forward`.
+        """ids: (...) → (..., hidden).
+
+        Inputs of a floating dtype are those of a head that shares the matrix: (..., hidden) →
+        (..., vocabulary). The head calls `forward`, because accelerate loads offloaded tensors for
+        calls of `forward` only.
         """
         if ids.is_floating_point():
             return super().forward(ids)
@@ -69,15 +71,15 @@ class TiedHead(nn.Module):
     """An output head that multiplies by the matrix of the embedding.
 
     Args:
-        embedding: it stores the matrix.
-        bias: of the head, (vocabulary,), or None.
+        embedding: the module that stores the matrix.
+        bias: (vocabulary,), or None.
     """
 
     bias: nn.Parameter | None
 
     def __init__(self, embedding: PackedEmbedding, bias: nn.Parameter | None):
         super().__init__()
-        # In a tuple, so that it is no submodule: its tensors have one name.
+        # In a tuple, so that the embedding is no submodule and its tensors have one name.
         self.shared = (embedding,)
         self.in_features = embedding.in_features
         self.out_features = embedding.out_features
@@ -90,12 +92,12 @@ class TiedHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """As `SparseLowRankLinear.weight`."""
+        """The `weight` of the embedding."""
         return self.embedding.weight
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., hidden) → (..., vocabulary)."""
-        y = self.embedding.forward(x)  # without the hooks on what the embedding returns
+        y = self.embedding.forward(x)  # bypasses forward hooks on embeddings
         if self.bias is None:
             return y
         return y + self.bias

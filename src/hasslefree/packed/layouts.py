@@ -1,18 +1,18 @@
-"""How S is stored: its values, and an index tensor with their positions. Packing and unpacking is
-exact, bit for bit.
+"""Layouts of S in storage: a tensor of values, and an index tensor with their positions. Packing
+and unpacking are exact, bit for bit.
 
-An entry is stored if its bits are not all zero: −0.0 is stored, +0.0 is not. Bits go into bytes
-from the low end.
+An entry is stored if its bits are not all zero: −0.0 is stored, +0.0 is not. Bytes are filled from
+the lowest bit.
 
-Every layout of a matrix S (out, in) has the name and the dtype of its index tensor, and these
+Every layout of a matrix S (out, in) has the name and the dtype of the index tensor, and these
 methods:
 
-- `shapes`: the shapes of `values` and the index; a PatternError if no S of this shape has this
-  number of stored values.
-- `pack`: the values and the index of S; a PatternError if S has more entries than the pattern
-  allows.
+- `shapes`: the shapes of `values` and the index; raises a PatternError if no S of this shape has
+  this number of stored values.
+- `pack`: the values and the index of S; raises a PatternError if S has more entries than the
+  pattern allows.
 - `unpack`: S, with gradients to the values; the index is not validated.
-- `validate`: a PatternError if an index of the right shape has contents that `pack` never writes.
+- `validate`: raises a PatternError if `pack` never writes these contents of an index.
 """
 
 from collections.abc import Callable
@@ -27,20 +27,20 @@ from hasslefree.core.budgets import parse_pattern
 from hasslefree.core.patterns import SemiStructured
 from hasslefree.errors import PatternError
 
-# Entries that are packed at a time: torch's selections by a mask need 16 bytes per entry.
+# Entries packed at a time: selecting by a mask needs 16 bytes per entry in torch.
 CHUNK = 1 << 24
 
-# Of the values and the index.
+# The shapes of the values and of the index.
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class PackedGroups:
-    """N:M: n values and one code for each m consecutive inputs of a row; codes follow each other
-    without a gap.
+    """N:M: n values and one code per group of m consecutive inputs of a row; codes follow each
+    other without gaps.
 
-    A code is the n positions, ascending, of ⌈log₂ m⌉ bits each; or the m-bit mask, where that is
-    shorter, or m is above 256. A group with fewer entries is filled up with +0.0 at its lowest free
+    A code is the n positions, ascending, of ⌈log₂ m⌉ bits each; or the m-bit mask, if the mask is
+    shorter or m is above 256. A group with fewer entries is padded with +0.0 at the lowest free
     positions.
     """
 
@@ -52,17 +52,17 @@ class PackedGroups:
 
     @property
     def position_bits(self) -> int:
-        """The bits of a position in its group."""
+        """The number of bits of a position in a group."""
         return (self.m - 1).bit_length()
 
     @property
     def is_mask(self) -> bool:
-        """True if a code is the mask."""
+        """True if the codes are masks."""
         return self.position_bits > 8 or self.n * self.position_bits > self.m
 
     @property
     def code_bits(self) -> int:
-        """The bits of a code."""
+        """The number of bits of a code."""
         if self.is_mask:
             return self.m
         return self.n * self.position_bits
@@ -86,7 +86,7 @@ class PackedGroups:
         return in_chunks(sparse, self._pack_rows)
 
     def _pack_rows(self, sparse: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Pack some rows, the first of which has the number `first`: (rows, in)."""
+        """Pack rows (rows, in). first: the index of the first of them in S."""
         rows, width = sparse.shape
         entries = is_stored(sparse).view(rows, -1, self.m)
         missing = self.n - entries.sum(-1, keepdim=True)
@@ -161,7 +161,7 @@ class PackedGroups:
 
 @dataclass(frozen=True)
 class Bitmask:
-    """A bit for each entry, rows padded to whole bytes; the values row by row."""
+    """One bit per entry, each row padded to whole bytes; the values row by row."""
 
     index = "mask"
     index_dtype = torch.uint8
@@ -202,9 +202,7 @@ class Bitmask:
 
 @dataclass(frozen=True)
 class Columns:
-    """Whole input channels: the columns that have an entry, ascending, and their values (out,
-    k).
-    """
+    """Whole input channels: the k columns that have an entry, ascending, and values (out, k)."""
 
     index = "columns"
     index_dtype = torch.int32
@@ -247,7 +245,7 @@ Layout = PackedGroups | Bitmask | Columns
 
 @cache
 def layout_of(pattern: str) -> Layout:
-    """The layout of a pattern's name, such as "2:4" or "row". A name is parsed once per process."""
+    """The layout of the pattern of this name, such as "2:4" or "row"."""
     semi = parse_pattern(pattern)
     if semi is not None:
         return PackedGroups(semi.n, semi.m)
@@ -262,7 +260,7 @@ def support_of(
     index: Tensor,
     width: int,
 ) -> Tensor:
-    """Where values of this shape are stored, in row-major order: (out, width) bool."""
+    """The mask of the entries for values of this shape, in row-major order: bool (out, width)."""
     ones = torch.ones(stored_shape, dtype=torch.uint8, device=index.device)
     return layout.unpack(ones, index, width).bool()
 
@@ -276,8 +274,8 @@ def is_stored(sparse: Tensor) -> Tensor:
 def in_chunks(
     sparse: Tensor, pack_rows: Callable[[Tensor, int], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Pack whole rows of about CHUNK entries at a time. pack_rows: of rows, and the number of the
-    first.
+    """Pack whole rows, about CHUNK entries at a time. pack_rows: takes rows of S and the index of
+    the first.
     """
     height = max(1, CHUNK // max(1, sparse.shape[1]))
     parts = [pack_rows(rows, i * height) for i, rows in enumerate(sparse.split(height))]
@@ -294,8 +292,8 @@ def check_padding(index: Tensor, used: int) -> None:
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """Codes of 0 to 8 bits, any integers (…, n) → uint8 (…, ⌈n·bits / 8⌉): low bits first, without
-    a gap, the rest of a row zeros.
+    """Pack codes of 0 to 8 bits, any integers (…, n) → uint8 (…, ⌈n·bits / 8⌉): low bits first,
+    without gaps, the rest of a row zeros.
     """
     count = codes.shape[-1]
     eights = F.pad(codes.long(), (0, -count % 8)).unflatten(-1, (-1, 8))
@@ -309,7 +307,7 @@ def unpack_bits(
     bits: int,
     count: int,
 ) -> Tensor:
-    """The codes of 1 to 8 bits, uint8 (…, count), of uint8 (…, ⌈count·bits / 8⌉) or more."""
+    """Unpack codes of 1 to 8 bits: uint8 (…, ⌈count·bits / 8⌉ or more) → uint8 (…, count)."""
     rows = octets.shape[:-1]
     mask = (1 << bits) - 1
     if 8 % bits:

@@ -1,6 +1,4 @@
-"""The layer that takes the place of a linear one: y = x (S + u v)ᵀ + b, with S packed and separate
-factors.
-"""
+"""The layer y = x (S + u v)ᵀ + b, with S packed and separate factors."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -40,22 +38,22 @@ class Decoded(NamedTuple):
 class SparseLowRankLinear(nn.Module):
     """A linear layer whose weight is a sparse or quantised matrix S plus a low-rank one, u v.
 
-    S is in two tensors: the parameter `values`, and the integer buffer `positions`, `mask` or
-    `columns`, which no cast to another dtype touches. On a grid (`packed.storage`), the integer
-    buffers `weight_packed` and `weight_zero_point` and the parameter `weight_scale` take the place
-    of the values. If scales are multiples of a unit of their row, that parameter holds the units,
-    and the buffer `weight_scale_packed` the multiples. The factors are `low_rank_u` (out, r) and
+    S is stored in two tensors: the parameter `values`, and the integer buffer `positions`, `mask`
+    or `columns`, which keeps its dtype if the layer is cast. On a grid (`packed.storage`), the
+    integer buffers `weight_packed` and `weight_zero_point` and the parameter `weight_scale` replace
+    the values. If scales are multiples of a unit of their row, `weight_scale` holds the units, and
+    the buffer `weight_scale_packed` the multiples. The factors are `low_rank_u` (out, r) and
     `low_rank_v` (r, in), absent for rank 0. In eight bits they are int8 buffers, with the
     parameters `low_rank_u_scale` (out,) and `low_rank_v_scale` (r,), and are unpacked at every
     call.
 
     The backend that computes x Sᵀ is chosen at every call (`packed.kernels.backends`), or set by
-    `use`. A kernel may hold the tensors of a layer in an order of its own, and take a buffer for
-    this: `tensors` and state dicts return all of them.
+    `use`. A kernel may hold the codes of a layer in another order and take the buffer from the
+    layer meanwhile; `tensors` and state dicts are complete nevertheless.
 
     Args:
-        spec: pattern, shape, rank, and how S and the factors are stored.
-        bias: add a bias.
+        spec: pattern, shape, rank, and the storage of S and of the factors.
+        bias: True for a layer with a bias.
         dtype: of the parameters; torch's default if None.
         device: of all tensors.
     """
@@ -77,7 +75,7 @@ class SparseLowRankLinear(nn.Module):
         self.out_features, self.in_features = spec.shape
         self.kernel = kernel_for(spec)
         self.backend: str | None = None
-        # S unpacked, for calls without gradients, while the caller promises not to change S.
+        # S unpacked, for calls without gradients. The caller promises not to change S meanwhile.
         self.unpacked_copy: Tensor | None = None
         # Held with its stream, so that no other stream gets the same address.
         self.decoded: Decoded | None = None
@@ -100,7 +98,7 @@ class SparseLowRankLinear(nn.Module):
 
     @classmethod
     def from_decomposition(cls, result: Decomposition, bias: Tensor | None, pattern: str) -> Self:
-        """Make the layer of a decomposition, in its dtype and on its device.
+        """Build the layer of a decomposition, with the dtype and on the device of S.
 
         Args:
             result: S (out, in), on a grid or not, and the factors, coded or not.
@@ -108,7 +106,7 @@ class SparseLowRankLinear(nn.Module):
             pattern: the name of the pattern of S, such as "2:4".
 
         Raises:
-            PatternError: S lacks the pattern.
+            PatternError: S does not have the pattern.
         """
         sparse = result.sparse
         grid = result.quantised.scaling.grid if result.quantised else None
@@ -139,8 +137,8 @@ class SparseLowRankLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The values, or the scales of the grid or their units; not the matrix. Code of models
-        looks up its dtype and device.
+        """The values, or the scales of the grid or their units; not the matrix. Models read the
+        dtype and device of this attribute.
         """
         if self.spec.grid is None:
             return self.values
@@ -148,7 +146,7 @@ class SparseLowRankLinear(nn.Module):
         return scale
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of S by their names in the file."""
+        """The tensors of S, by their names in the file."""
         with self.kernel.lock():
             self.kernel.release(self)
             return self._sparse_tensors()
@@ -162,7 +160,7 @@ class SparseLowRankLinear(nn.Module):
         if self.spec.grid is None:
             return self.spec.unpack(self.tensors())
         if torch.compiler.is_compiling() and self._buffers["weight_packed"] is None:
-            # The kernel keeps its codes: entropy coding, to return them, cannot be traced.
+            # The kernel keeps the codes: their return, by entropy coding, cannot be traced.
             return self.spec.values(self._taken().all_codes(), self._sparse_tensors())
         tensors = self.tensors()
         return self.spec.values(self.codes(tensors), tensors)
@@ -174,7 +172,7 @@ class SparseLowRankLinear(nn.Module):
         return self.kernel.prepared.operands
 
     def codes(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The codes of `tensors`, uint8 (out, in). Those of a stream are decoded once."""
+        """The codes in `tensors`, uint8 (out, in). An entropy-coded stream is decoded once."""
         assert self.spec.grid is not None
         if self.spec.grid.rate is None:
             return self.spec.codes(tensors)
@@ -230,8 +228,8 @@ class SparseLowRankLinear(nn.Module):
         return self.spec.support(self.index)
 
     def factors(self) -> tuple[Tensor, Tensor] | None:
-        """u: (out, r) and v: (r, in), in the dtype of the layer; None for rank 0. Codes are
-        unpacked at each call.
+        """u: (out, r) and v: (r, in), in the dtype of the layer; None for rank 0. Factors in codes
+        are unpacked at each call.
         """
         u = self.low_rank_u
         v = self.low_rank_v
@@ -247,12 +245,12 @@ class SparseLowRankLinear(nn.Module):
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of S and the factors on disk."""
+        """The size of S and the factors on disk, in bytes."""
         return self.spec.bytes(self.weight.dtype)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes in memory beside the parameters and buffers: of a kernel and of unpacked copies."""
+        """Memory of kernel and unpacked copies, beside parameters and buffers, in bytes."""
         copy = 0 if self.unpacked_copy is None else self.unpacked_copy.nbytes
         codes = 0 if self.decoded is None else self.decoded.codes.nbytes
         return self.kernel.bytes + codes + copy
@@ -261,7 +259,7 @@ class SparseLowRankLinear(nn.Module):
         """x: (..., in) → (..., out)."""
         if self.merged_weight is not None:
             return linear(x, self.merged_weight, self.bias)
-        # A kernel would keep what accelerate takes out of memory after each call.
+        # A kernel would keep tensors in memory that accelerate offloads after each call.
         is_offloaded = getattr(self.__dict__.get("_hf_hook"), "offload", False)
         if self.unpacked_copy is None and not is_offloaded and not self._needs_gradients(x):
             y = self.kernel.product(self, x)
@@ -299,9 +297,9 @@ class SparseLowRankLinear(nn.Module):
         return linear(x, self.unpacked())
 
     def use(self, backend: str | None) -> None:
-        """Set how x Sᵀ is computed from now on; with None, it is chosen at every call.
+        """Set the backend that computes x Sᵀ. With None, it is chosen at every call.
 
-        `unpacked` holds a second copy of S: call it again after the layer has changed or moved.
+        The backend `unpacked` holds a copy of S: call `use` again after S has changed or moved.
 
         Args:
             backend: one of `hasslefree.packed.kernels.backends.BACKENDS`.
@@ -347,8 +345,8 @@ class SparseLowRankLinear(nn.Module):
             f" {self.spec.kind}"
         )
 
-    # The kernel returns what it holds before the tensors are saved, replaced, moved or copied, and
-    # takes nothing meanwhile.
+    # Before tensors are saved, replaced, moved or copied, the kernel returns those that it has
+    # taken. The lock keeps it from taking any meanwhile.
 
     def _save_to_state_dict(self, *args: Any) -> None:
         with self.kernel.lock():
@@ -366,7 +364,7 @@ class SparseLowRankLinear(nn.Module):
             self.kernel.release(self)
             decoded = self._decoded_now()
             super()._apply(fn, recurse)
-            if decoded is not None:  # moved beside their stream, not decoded again
+            if decoded is not None:  # moved with the stream instead of decoded again
                 stream = self.get_buffer("weight_packed")
                 self.decoded = Decoded(stream, version_of(stream), fn(decoded))
             return self
@@ -386,7 +384,7 @@ class SparseLowRankLinear(nn.Module):
 
 
 def compressed_layers(model: nn.Module) -> dict[str, SparseLowRankLinear]:
-    """The compressed layers of a model by their full name."""
+    """The compressed layers of a model, by full name."""
     layers = {}
     for name, module in model.named_modules():
         if isinstance(module, SparseLowRankLinear):
@@ -410,8 +408,8 @@ def use_backend(model: nn.Module, backend: str | None) -> None:
     """Call `SparseLowRankLinear.use` for every compressed layer of a model.
 
     Raises:
-        UnknownNameError, KernelError: as there; if one layer cannot use the backend, no layer is
-            changed.
+        UnknownNameError, KernelError: as for `SparseLowRankLinear.use`. If one layer cannot use
+            the backend, no layer is changed.
     """
     layers = compressed_layers(model).values()
     if backend is not None:
@@ -424,8 +422,8 @@ def use_backend(model: nn.Module, backend: str | None) -> None:
 
 @contextmanager
 def unpacked_once(root: nn.Module) -> Iterator[None]:
-    """Let the layers in `root` hold S unpacked over all calls within the context. Their tensors
-    must not change meanwhile.
+    """Keep S unpacked in the compressed layers of `root` within the context. Their tensors must not
+    change meanwhile.
     """
     layers = compressed_layers(root).values()
     before = [layer.unpacked_copy for layer in layers]

@@ -1,4 +1,4 @@
-"""The description of a compressed layer without its values: for plans, folders, reports, layers."""
+"""The shape and storage of a compressed layer, without its values."""
 
 import math
 from collections.abc import Mapping
@@ -45,12 +45,12 @@ class LayerSpec:
 
     @property
     def layout(self) -> Layout:
-        """How the values of S, or its codes, and their positions are stored."""
+        """The storage of the values or codes of S and of their positions."""
         return layout_of(self.pattern)
 
     @property
     def kind(self) -> str:
-        """How the layer is stored, in words, such as "2:4, int4 in groups of 64"."""
+        """A short description of the storage, such as "2:4, int4 in groups of 64"."""
         words = [self.pattern]
         if self.grid:
             words.append(str(self.grid))
@@ -65,8 +65,8 @@ class LayerSpec:
 
     @property
     def trained(self) -> int:
-        """The number of trainable parameters: the values of S, or the scales and offsets of its
-        grid or their units, and both factors.
+        """The number of trainable parameters: the values of S (on a grid, the scales and offsets
+        or their units) and both factors.
         """
         floats = self.rank * sum(self.shape)
         for shape, stored in self.sparse_tensors().values():
@@ -135,7 +135,7 @@ class LayerSpec:
         return layout.unpack(tensors["values"], tensors[layout.index], self.shape[1])
 
     def codes(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The codes of an S on a grid, uint8 (out, in); where none is stored, the group's zero."""
+        """The codes of S on a grid, uint8 (out, in). Pruned entries get their group's zero."""
         assert self.grid is not None
         if self.grid.rate is not None:
             return decode(tensors["weight_packed"], self.shape)
@@ -163,11 +163,11 @@ class LayerSpec:
         return self.layout.shapes(self.shape, self.nonzeros)[0]
 
     def support(self, index: Tensor) -> Tensor:
-        """Where values or codes are stored, in row-major order: (out, in) bool."""
+        """The mask of the stored entries, which are in row-major order: bool (out, in)."""
         return support_of(self.layout, self._stored_shape(), index, self.shape[1])
 
     def values(self, codes: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-        """`unpack` for an S on a grid whose codes are unpacked."""
+        """S (out, in) from its codes, uint8 (out, in), with gradients as in `unpack`."""
         assert self.grid is not None
         scale = self.scales(tensors).unsqueeze(-1)
         steps = codes.view(*scale.shape[:2], -1).to(scale.dtype)
@@ -191,7 +191,7 @@ class LayerSpec:
         return offsets
 
     def _multiplied(self, tensors: Mapping[str, Tensor], name: str) -> Tensor:
-        """The numbers of this name, or the multiples of their units (`core.scales`)."""
+        """The tensor of this name, or its units multiplied by the stored multiples."""
         assert self.grid is not None
         numbers = tensors[name]
         numbers = numbers.to(working_dtype(numbers))
@@ -207,7 +207,7 @@ class LayerSpec:
         return multiples * steps.repeat_interleave(groups // steps.shape[1], 1)
 
     def zeros(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The whole zeros of a grid without offsets: (out, groups) int16."""
+        """The integer zeros of a grid without offsets: int16 (out, groups)."""
         assert self.grid is not None
         out, width = self.shape
         if self.grid.symmetric:
@@ -223,14 +223,14 @@ class LayerSpec:
         tensors: Mapping[str, Tensor],
         rounded: bool,
     ) -> tuple[Tensor, Tensor]:
-        """The scale of each group and the value of its code 0: (out, groups) each, without
-        gradients; on an entropy-coded grid, over the scales of the inputs.
+        """The scale of each group and the value of code 0: (out, groups) each, without gradients.
+        On an entropy-coded grid, the scales of the inputs are left out.
 
         Args:
-            codes: uint8 (out, in). Groups whose codes all stand for the same value as an offset, or
-                for zero, get the scale 0: any other would multiply what cancels.
-            rounded: for operators that compute with bfloat16. A whole zero stays zero there, as the
-                scale is rounded first.
+            codes: uint8 (out, in). A group whose codes all stand for the offset, or all for zero,
+                gets the scale 0: any other would multiply rounding errors of terms that cancel.
+            rounded: True for operators that compute in bfloat16: the scale is rounded first, so
+                that an integer zero still stands for exactly 0.
         """
         assert self.grid is not None
         scale = self.scales(tensors).detach()
@@ -245,14 +245,14 @@ class LayerSpec:
         return scale, -zeros * scale
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """The bytes of the stored tensors in a model of this dtype."""
+        """The size of the stored tensors in a model of this dtype, in bytes."""
         total = 0
         for shape, stored in self.tensors().values():
             total += math.prod(shape) * (stored or dtype).itemsize
         return total
 
     def dense_bytes(self, dtype: torch.dtype) -> int:
-        """The bytes of the original weight in this dtype."""
+        """The size of the original weight in this dtype, in bytes."""
         return self.dense_parameters * dtype.itemsize
 
     def to_dict(self) -> dict[str, Any]:

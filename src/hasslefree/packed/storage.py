@@ -1,13 +1,13 @@
-"""The values of S, or on a grid its codes and zeros, as tensors.
+"""Tensors that store the values of S, or the codes, scales and zeros of an S on a grid.
 
-Codes and zeros are packed in int32, low bits first and without a gap, codes along the inputs, zeros
-along the outputs: with 4 and 8 bits as in the pack-quantized layout of compressed-tensors, whose
-tensors these are without pruning (pattern dense). Pruned entries have no code: the codes are in the
-order in which the layout of the pattern stores values. Scales and offsets that are multiples of
-units of their row or block are packed like codes, along the groups, and the units take the place of
-the scales and offsets: (out,) for rows, (out, blocks) for blocks. Multiples with a sign are packed
-with 2^(b−1) added. On an entropy-coded grid, the codes are a stream (`core.entropy`), beside the
-scales of rows and inputs.
+Codes and zeros are packed into int32, low bits first and without gaps, codes along the inputs and
+zeros along the outputs. With 4 and 8 bits this is the packing of compressed-tensors'
+pack-quantized format, and without pruning (pattern dense) the tensors are the same. Pruned entries
+have no code: the codes are in the order in which the layout of the pattern stores values. Scales
+and offsets that are multiples of units of a row or block are packed like codes, along the groups,
+and the units replace the scales and offsets: (out,) for rows, (out, blocks) for blocks. Signed
+multiples are packed with 2^(b−1) added. On an entropy-coded grid, the codes are a stream
+(`core.entropy`), and rows and inputs have scales.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from hasslefree.core.scales import Multiples
 from hasslefree.packed.layouts import layout_of, pack_bits, support_of, unpack_bits
 
 WORD = 32  # bits of an int32
-# Codes that are packed or unpacked at a time: on the way, each takes 16 bytes.
+# Codes packed or unpacked at a time: each takes 16 bytes of temporary memory.
 CODES = 1 << 20
 
 
@@ -32,9 +32,9 @@ def pack_sparse(
     """Pack S.
 
     Args:
-        pattern: the name of its pattern, such as "2:4".
+        pattern: the name of the pattern of S, such as "2:4".
         sparse: S (out, in).
-        quantised: its codes, if S is on a grid.
+        quantised: the codes of S, if S is on a grid.
 
     Returns:
         The tensors by name, and the number of stored values.
@@ -55,7 +55,7 @@ def pack_sparse(
 
 
 def pack_on_grid(codes: Tensor, grid: Grid) -> Tensor:
-    """The codes of a grid, uint8 (…, n), as `weight_packed`."""
+    """Pack codes of a grid, uint8 (…, n), into the tensor `weight_packed`."""
     if grid.rate is None:
         return pack_codes(codes, grid.bits)
     return encode(codes, words_for_rate(codes.numel(), grid.rate))
@@ -99,18 +99,18 @@ def pack_multiples(scaling: Scaling, units: Multiples) -> dict[str, Tensor]:
 
 
 def words_for(count: int, bits: int) -> int:
-    """The words of 32 bits that hold a number of codes."""
+    """The number of 32-bit words that hold `count` codes."""
     return -(-count * bits // WORD)
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Codes of 2 to 8 bits, uint8 (…, n) → int32 (…, ⌈n·bits / 32⌉), the rest of a row zeros."""
+    """Pack codes of 2 to 8 bits: uint8 (…, n) → int32 (…, ⌈n·bits / 32⌉), padded with zeros."""
     words = words_for(codes.shape[-1], bits)
     packed = codes.new_empty(*codes.shape[:-1], words, dtype=torch.int32)
     for rows, target in few_rows(codes, packed):
         octets = pack_bits(rows, bits)
         octets = F.pad(octets, (0, 4 * words - octets.shape[-1]))
-        # Flat: a tensor without elements has no strides that fit.
+        # Flattened first: a tensor without elements has no strides that allow the view.
         target.copy_(octets.reshape(-1).view(torch.int32).view(target.shape))
     return packed
 
@@ -120,7 +120,7 @@ def unpack_codes(
     bits: int,
     count: int,
 ) -> Tensor:
-    """The codes, uint8 (…, count), of int32 (…, ⌈count·bits / 32⌉)."""
+    """Unpack codes: int32 (…, ⌈count·bits / 32⌉) → uint8 (…, count)."""
     codes = packed.new_empty(*packed.shape[:-1], count, dtype=torch.uint8)
     for rows, target in few_rows(packed, codes):
         *shape, words = rows.shape
@@ -130,7 +130,7 @@ def unpack_codes(
 
 
 def few_rows(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows of both that are packed or unpacked together."""
+    """Yield corresponding rows of both tensors, about CODES codes at a time."""
     if source.dim() < 2:
         yield source, target
         return

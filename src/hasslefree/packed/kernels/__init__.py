@@ -1,1 +1,1 @@
-"""Products with packed S. `backends.choose` names the backend, `backends.product` runs it."""
+"""Products with packed S. `backends.choose` chooses the backend."""

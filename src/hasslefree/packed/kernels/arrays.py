@@ -1,4 +1,4 @@
-"""Tensors as arrays for Numba's kernels, and the module of these kernels."""
+"""Tensors as arrays for the Numba kernels, and the import of these kernels."""
 
 import ctypes
 import importlib.util
@@ -16,11 +16,11 @@ from hasslefree.packed.layouts import Bitmask, PackedGroups
 
 # Looked up once: torch.compile cannot trace the search.
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
-# Tokens for which a whole layer is one call at most: several calls cost more than the products.
+# The most tokens for which a layer is one call: several calls cost more than such few products.
 FEW = 4
 # Linux's MADV_PAGEOUT.
 PAGE_OUT = 21
-# Torch's own function, because vLLM replaces it in its workers by one that does nothing.
+# Looked up here because vLLM replaces the function in its workers by one that does nothing.
 set_torch_threads = torch.set_num_threads
 _kept = threading.local()
 
@@ -28,13 +28,13 @@ _kept = threading.local()
 class LayerArrays:
     """A layer as arrays, for y = x (S + u v)ᵀ + b with a few tokens.
 
-    The arrays share memory with the tensors, so that changes in place take effect, except those of
-    an index that is not 2:4's. They are made once, because for a few tokens the product is so short
-    that Python's overhead counts.
+    The arrays share memory with the tensors, so that in-place changes take effect, except changes
+    of the index if the pattern is not 2:4. They are made once, because for a few tokens the product
+    is so short that Python's overhead matters.
 
     Args:
         layout: of S.
-        width: the inputs of the layer.
+        width: the number of inputs.
         values: of S, contiguous, as are all tensors; float32 or bfloat16.
         index: of S, uint8.
         u: (out, r), of the dtype of the values; None for rank 0.
@@ -42,7 +42,7 @@ class LayerArrays:
         bias: (out,), of the same dtype, or None.
 
     Raises:
-        PatternError: the index does not go with the values.
+        PatternError: the index does not mark as many entries as there are values.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class LayerArrays:
         bias: Tensor | None = None,
     ):
         self.out = len(index)
-        self.bytes = 0  # beside the tensors
+        self.bytes = 0  # in memory, beside the tensors
         kernels = numba_kernels()
         # With AVX2, masks are faster than pairs of inputs.
         self.is_2_4 = layout == PackedGroups(2, 4) and kernels.STEP != kernels.WITH_AVX2
@@ -96,11 +96,11 @@ def masks_of(
     width: int,
     count: int,
 ) -> tuple[Tensor, Tensor]:
-    """The masks of the rows, uint8 (out, ⌈in/8⌉), and where the values of each row begin, int64
-    (out,). The masks are the index itself if it holds masks.
+    """The masks of the rows, uint8 (out, ⌈in/8⌉), and the number of values before each row, int64
+    (out,). If the index holds masks, the index itself is returned.
 
     Raises:
-        PatternError: they do not mark `count` entries.
+        PatternError: the masks do not mark `count` entries.
     """
     kernels = numba_kernels()
     masks = index
@@ -119,19 +119,19 @@ def masks_of(
 
 
 def takes_few(x: Tensor) -> bool:
-    """Tell whether a whole layer may be one call for these inputs (..., in)."""
+    """True if one call can compute a whole layer for these inputs (..., in)."""
     return x.numel() <= FEW * x.shape[-1] and x.dtype in (torch.float32, torch.bfloat16)
 
 
 def numba_kernels() -> Any:
-    """Import Numba's kernels, and set them to torch's number of threads."""
+    """Import the Numba kernels, and give Numba as many threads as torch."""
     import numba
 
     from hasslefree.packed.kernels import masks
 
     count = torch.get_num_threads()
     numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
-    # Numba's first start sets the number of OpenMP threads, which torch shares.
+    # At its start, Numba sets the number of OpenMP threads, which torch shares.
     if torch.get_num_threads() != count:
         set_torch_threads(count)
     return masks
@@ -150,8 +150,8 @@ def workspace(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def give_up_pages(tensor: Tensor) -> None:
-    """Let Linux take the memory of a tensor that was mapped from a file and is no longer read. No
-    content is lost: a later read gets it from the file.
+    """Let Linux reclaim the memory of a tensor that is mapped from a file and no longer read. A
+    later access reads the file again.
     """
     is_torch_memory = tensor.untyped_storage().resizable()
     if sys.platform != "linux" or is_torch_memory:
@@ -159,18 +159,18 @@ def give_up_pages(tensor: Tensor) -> None:
     first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = tensor.data_ptr() + tensor.nbytes - first
     if size > 0:
-        # Older kernels than 5.4 refuse.
+        # Linux before 5.4 returns an error, which is ignored.
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), PAGE_OUT)
 
 
 def bits_of(tensor: Tensor) -> Any:
-    """The memory of a contiguous tensor as a NumPy array of unsigned integers."""
+    """A NumPy array of the bits of a contiguous tensor, as unsigned integers."""
     integers = {2: torch.uint16, 4: torch.uint32}
     return tensor.detach().view(integers[tensor.itemsize]).numpy()
 
 
 def as_numpy(tensor: Tensor) -> Any:
-    """The memory of a contiguous tensor as a NumPy array: float32, or the bits of bfloat16."""
+    """A NumPy array that shares memory with a contiguous tensor; of bfloat16, the bits."""
     if tensor.dtype == torch.bfloat16:
         return bits_of(tensor)
     return tensor.detach().numpy()

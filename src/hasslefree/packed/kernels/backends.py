@@ -1,9 +1,9 @@
-"""The rule by which the backend of a product x Sᵀ is chosen.
+"""The choice of the backend that computes a product x Sᵀ.
 
 `dense` and `unpacked` are torch's product with S, unpacked at every call or once; `int4` and `int8`
-are in the modules of these names; `numba` is in `ops`, and for codes in `byte_codes`.
-docs/howto/run.md shows the rule, which was measured on a CPU; that `int8` is faster than `int4`,
-with AVX2 alone.
+are in the modules of these names; `numba` is in `ops`, and for codes in `byte_codes`. The order of
+preference, which docs/howto/run.md explains, was measured on CPUs: `int8` before `int4` with AVX2
+only.
 """
 
 from collections.abc import Callable
@@ -18,19 +18,19 @@ from hasslefree.packed.kernels import int4, int8
 from hasslefree.packed.kernels.arrays import HAS_NUMBA as HAS_NUMBA
 from hasslefree.packed.layouts import Columns, Layout
 
-# Those that have a kernel for a whole layer on a grid, the one that is preferred first.
+# Backends with a kernel for a whole layer on a grid, in order of preference.
 OF_CODES = ("int8", "int4", "numba")
 NO_GRADIENTS = "it computes no gradients; use dense, or torch.no_grad()"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A product x Sᵀ, as far as it decides the backend.
+    """The properties of a product x Sᵀ that decide the backend.
 
     Args:
         device: the type of S's device, such as "cpu".
         dtype: of S, and of the scales of a quantised S.
-        layout: how S is stored.
+        layout: of S in storage.
         grad: x or S needs a gradient.
         grid: of a quantised S.
         shape: (out, in) of a quantised S.
@@ -47,13 +47,13 @@ class Case:
 def choose(case: Case, backend: str | None = None) -> str:
     """Choose the backend of a product.
 
-    By the rule a CPU uses the first of `int8`, `int4` and `numba` that is possible, CUDA uses
-    `int4` if possible, and everything else is `dense`. `unpacked`, which keeps a second copy of S,
-    is never chosen.
+    Unless one is requested, a CPU uses the first possible backend of `int8`, `int4` and `numba`,
+    CUDA uses `int4` if possible, and the backend is `dense` otherwise. `unpacked`, which keeps a
+    second copy of S, must be requested.
 
     Args:
         case: the product.
-        backend: the requested backend; None for the rule.
+        backend: the requested backend, or None.
 
     Raises:
         UnknownNameError: no such backend.
@@ -105,7 +105,7 @@ def _by_torch(
     obstacle_of: Callable[[str, torch.dtype, Grid, tuple[int, int]], str | None],
     case: Case,
 ) -> str | None:
-    """Say why torch's operators for codes cannot multiply; None if they can."""
+    """The reason why torch's operators for codes cannot be used; None if they can."""
     if case.grid is None:
         return "it multiplies quantised codes, and S is stored as floats; use numba or dense"
     if case.grad:
@@ -116,7 +116,7 @@ def _by_torch(
     return f"{obstacle}; leave out the backend, or use dense or unpacked"
 
 
-# Functions that say why a backend is not possible in a case, or None, by the backend's name.
+# By name of the backend: the reason why it is not possible in a case, or None.
 BACKENDS: dict[str, Callable[[Case], str | None]] = {
     "dense": _dense,
     "unpacked": _unpacked,

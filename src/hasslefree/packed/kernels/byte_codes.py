@@ -1,5 +1,5 @@
-"""x Sᵀ on a CPU for an S in codes of a byte each, where torch's int4 operators are not possible: in
-float32, for example.
+"""x Sᵀ on a CPU for S in codes of one byte each, used if torch's operators for codes are not
+possible: in float32, for example.
 """
 
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from hasslefree.core.products import is_traced, linear
 from hasslefree.packed.kernels.arrays import numba_kernels
 from hasslefree.packed.kernels.factors import add_low_rank
 
-# Tokens up to which reading codes for each token is faster than unpacking S once.
+# The most tokens for which reading codes for each token is faster than unpacking S once.
 MOST = 12
-# Rows of S in float32 that are unpacked together.
+# Bytes of the rows of S that are unpacked together, in float32.
 TILE_BYTES = 4 << 20
 
 
@@ -22,7 +22,7 @@ class ByteCodes:
     """S (out, in) = codes · scale + centre.
 
     Args:
-        codes: less the middle one, int8 (out, in), so that terms do not cancel where the values are
+        codes: minus the middle code, int8 (out, in), so that terms do not cancel if the values are
             around zero.
         middle: the middle code.
         scale: (out, groups), float32.
@@ -36,22 +36,22 @@ class ByteCodes:
 
     @classmethod
     def of(cls, codes: Tensor, bits: int, scale: Tensor, low: Tensor) -> "ByteCodes":
-        """Keep codes, uint8 (out, in), of so many bits. low: the values of code 0, as `scale`."""
+        """Convert codes, uint8 (out, in). scale, low: (out, groups); low: the values of code 0."""
         middle = 1 << (bits - 1)
         centre = low.float() + middle * scale.float()
         return cls((codes - middle).view(torch.int8), middle, scale.float(), centre)
 
     @property
     def bytes(self) -> int:
-        """The memory of codes, scales and values of the middle code."""
+        """Memory used by codes, scales and centres, in bytes."""
         return self.codes.nbytes + self.scale.nbytes + self.centre.nbytes
 
     def all_codes(self) -> Tensor:
-        """The codes that `of` was given."""
+        """The codes, uint8 (out, in)."""
         return self.codes.view(torch.uint8) + self.middle
 
     def codes_of_rows(self, rows: Tensor) -> Tensor:
-        """The codes of some rows: indices (rows,) → uint8 (rows, in)."""
+        """The codes of selected rows: indices (rows,) → uint8 (rows, in)."""
         return self.codes[rows].view(torch.uint8) + self.middle
 
     def few_product(self, x: Tensor) -> Tensor:

@@ -1,27 +1,25 @@
-"""How codes of 2 to 8 bits are written in nibbles, which torch's operators for codes of four bits
-multiply by
+"""Codes of 2 to 8 bits in nibbles. Torch's operators for 4-bit codes multiply by
 
     (nibble − 8)·scale_g + centre_g,    g: one of the groups of 32, 64, 128 or 256 inputs of a row.
 
 A code of up to 4 bits is one nibble. A code of 5, 6 or 8 bits is low + 16·high. In general, both
-are nibbles, and the groups of S become twice as long: the low nibbles of a group are multiplied by
-its inputs x, and after them the high ones by 16·x. One call adds up both in float32, and they share
-a scale and a centre. Groups of 16 inputs whose codes are one nibble are filled up with nibbles that
-are multiplied by 0.
+are nibbles, and the groups of S become twice as long: the low nibbles of a group, multiplied by the
+inputs x, are followed by the high nibbles, multiplied by 16·x. One call adds up both in float32,
+and they share a scale and a centre. Groups of 16 inputs whose codes are one nibble are padded with
+nibbles that are multiplied by 0.
 
-On a CPU with AVX-512, the one or two high bits of a code of 5 or 6 bits take no nibble of their
-own: the nibble of a row in their matrix, which is ordered like the other, holds those of four or of
-two inputs. It names one of the 16 sums of these inputs that can occur, which `nibbles.add_high`
-looks up.
+On a CPU with AVX-512, the one or two high bits of a code of 5 or 6 bits take less than a nibble: in
+a second matrix, in the same order, one nibble holds the high bits of four or of two inputs. The
+nibble selects one of the 16 possible sums of these inputs, which `nibbles.add_high` looks up.
 
-Nibbles are moved so that the middle code becomes 8, the operators' zero. Scale and centre are
-rounded to bfloat16. With m the value of the middle code 2^(bits − 1), a value of S is therefore off
-by at most
+Nibbles are shifted so that the middle code becomes 8, the operators' zero. Scale and centre are
+rounded to bfloat16. With m the value of the middle code 2^(bits − 1), the error of a value of S is
+therefore at most
 
     |m|/256,  or (|m| + 8·scale)/256 if codes of eight bits reach 248,
 
-and by |value − m|/256 more where scales are multiples of a unit of their row. Without operators,
-the value itself would be rounded to bfloat16.
+and |value − m|/256 more if scales are multiples of a unit of their row. Without the operators, the
+value itself would be rounded to bfloat16.
 """
 
 import functools
@@ -33,9 +31,9 @@ from torch import Tensor
 from hasslefree.packed.kernels import arrays, interleaved
 from hasslefree.packed.kernels.arrays import numba_kernels
 
-# The groups of nibbles that the operators take.
+# Group sizes that the operators support, in nibbles.
 GROUPS = (256, 128, 64, 32)
-# The groups of S: those of a grid are divided into the longest of these that fits.
+# Group sizes of S: the groups of a grid are divided into the longest of these that fits.
 STORED_GROUPS = (*GROUPS, 16)
 # The operators' zero among the nibbles.
 ZERO = 8
@@ -43,15 +41,14 @@ ZERO = 8
 
 @dataclass(frozen=True)
 class Nibbles:
-    """How codes of S are written in nibbles.
+    """The format of codes of S in nibbles.
 
     Args:
-        bits: of a code.
-        group: the inputs of S that share a scale and a centre.
-        shared: the high bits of a code that share a nibble with those of other inputs, 1, 2 or, if
-            they do not, 0.
-        full: codes of eight bits reach 248. It changes how they are written, not how they are
-            multiplied.
+        bits: per code.
+        group: the number of inputs of S that share a scale and a centre.
+        shared: the number of high bits per code that share a nibble with the high bits of other
+            inputs, 1 or 2; 0 if none do.
+        full: True if codes of eight bits reach 248. This changes their nibbles, not the product.
     """
 
     bits: int
@@ -61,7 +58,7 @@ class Nibbles:
 
     @classmethod
     def fitting(cls, bits: int, stored_group: int, device: str) -> "Nibbles | None":
-        """With the longest group that divides those of a grid; None if there is none."""
+        """The format with the longest group that divides `stored_group`; None if none does."""
         high = bits - 4
         shares = high in (1, 2) and device == "cpu" and shares_nibbles()
         for group in STORED_GROUPS:
@@ -73,31 +70,31 @@ class Nibbles:
 
     @property
     def is_high(self) -> bool:
-        """True if a code has a second nibble, which counts 16 times."""
+        """True if a code has a second nibble, which is multiplied by 16."""
         return self.bits > 4 and not self.shared
 
     @property
     def lift(self) -> int:
-        """What is added to a code before its high bits are split off.
+        """The number that is added to a code before the high bits are split off.
 
-        With `ZERO`, the low nibble of the middle code counts nothing, and the centre of a group is
-        near zero, where bfloat16 rounds least. This error is the same for all inputs of a group, so
-        it adds up. Codes from 248 on have no room for a lift.
+        With `ZERO`, the low nibble of the middle code stands for 0, and the centre of a group is
+        near zero, where the rounding errors of bfloat16 are smallest. This matters because the
+        error is the same for all inputs of a group. Codes from 248 on would overflow.
         """
         return ZERO if self.is_high and not self.full else 0
 
     @property
     def count(self) -> int:
-        """The nibbles of an input."""
+        """The number of nibbles per input."""
         return 2 if self.is_high or self.group < GROUPS[-1] else 1
 
     @property
     def together(self) -> int:
-        """The nibbles that share a scale and a centre."""
+        """The number of nibbles that share a scale and a centre."""
         return self.count * self.group
 
     def bytes(self, out: int, width: int) -> int:
-        """The memory of nibbles, scales and centres of S (out, width)."""
+        """Memory used by nibbles, scales and centres of S (out, width), in bytes."""
         bits = 4 * self.count + self.shared
         return bits * out * width // 8 + 4 * out * width // self.group
 
@@ -125,15 +122,13 @@ class Nibbles:
         return shared
 
     def high(self, shared: Tensor) -> Tensor:
-        """The high bits, (rows, in), of the nibbles that they share, (rows, shared · in/4)."""
+        """Shared nibbles, (rows, shared · in/4) → the high bits of each input, (rows, in)."""
         mask = (1 << self.shared) - 1
         parts = [shared >> shift & mask for shift in range(0, 4, self.shared)]
         return torch.stack(parts, 2).flatten(1)
 
     def join(self, nibbles: Tensor, shared: Tensor | None) -> Tensor:
-        """The codes, uint8 (rows, in), of nibbles (rows, count · in) and of those that high bits
-        share.
-        """
+        """Nibbles, (rows, count · in), and those that high bits share → codes, uint8 (rows, in)."""
         middle = 1 << (self.bits - 1)
         if shared is not None:
             return nibbles | self.high(shared) << 4
@@ -146,8 +141,8 @@ class Nibbles:
         return codes.flatten(1)
 
     def terms(self, scale: Tensor, low: Tensor) -> Tensor:
-        """Scales and centres, (groups, out, 2) bfloat16. The middle code keeps its value whatever
-        rounding does to the scale.
+        """Scales and centres, (groups, out, 2) bfloat16. Rounding of the scale does not change the
+        value of the middle code.
 
         Args:
             scale: float32 (out, groups of the grid).
@@ -160,10 +155,10 @@ class Nibbles:
         return torch.stack([rounded, centre], -1).transpose(0, 1).bfloat16().contiguous()
 
     def spread(self, x: Tensor) -> Tensor:
-        """x (tokens, in) → what the nibbles are multiplied by, (tokens, count · in)."""
+        """x (tokens, in) → the factors of the nibbles, (tokens, count · in)."""
         if self.count == 1:
             return x.contiguous()
-        # Of the high nibble, or of what fills a group up.
+        # The factor of the high nibble, or of the padding of a group.
         multiples = multiples_on(x.device, 16.0 if self.is_high else 0.0)
         return (x.unflatten(1, (-1, 1, self.group)) * multiples).flatten(1)
 
@@ -185,16 +180,16 @@ class Nibbles:
 
 @functools.cache
 def multiples_on(device: torch.device, second: float) -> Tensor:
-    """What the inputs of the two nibbles of a code are multiplied by, (2, 1), bfloat16: made once,
-    as a copy to a GPU takes longer than a product.
+    """The factors 1 and `second` of a code's two nibbles, (2, 1), bfloat16: made once, because a
+    copy to a GPU takes longer than a product.
     """
     return torch.tensor([1.0, second], dtype=torch.bfloat16, device=device).view(2, 1)
 
 
 @functools.cache
 def shares_nibbles() -> bool:
-    """Whether high bits can share nibbles: the processor has the instructions, and torch's order of
-    codes is that of our kernel.
+    """True if high bits can share nibbles: the processor has the instructions, and torch orders
+    codes as our kernel expects.
     """
     if not arrays.HAS_NUMBA or interleaved.CAPABILITY != "AVX512":
         return False

@@ -1,4 +1,4 @@
-"""The Numba kernel of codes of a byte each (`byte_codes`). Arrays and sums are as in `cpu`."""
+"""The Numba kernel for codes of one byte each (`byte_codes`). Arrays and sums are as in `cpu`."""
 
 import numpy as np
 from numba import prange
@@ -14,8 +14,8 @@ def dot_codes(
     x,
     y,
 ):
-    """y = x Sᵀ for a few tokens. codes: less the middle one, int8 (out, in); scale, centre: (out,
-    groups); x: (tokens, in); y: (tokens, out); all but the codes are float32.
+    """y = x Sᵀ for a few tokens. codes: minus the middle code, int8 (out, in); scale, centre: (out,
+    groups); x: (tokens, in); y: (tokens, out); all except the codes are float32.
     """
     groups = u64(scale.shape[1])
     group = u64(codes.shape[1]) // max(groups, u64(1))

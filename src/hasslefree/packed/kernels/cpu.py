@@ -1,14 +1,14 @@
-"""The Numba kernel of a layer of 2:4 with a few tokens, and what all kernels share.
+"""The Numba kernel of a 2:4 layer for a few tokens, and functions that all kernels share.
 
-Arrays in, arrays out. Values are float32, or the bits of bfloat16 as uint16. Sums are float32. A
-row of the result is computed by one thread in one order, so that the number of threads changes no
-bit of it. Rows run in parallel in Numba's threading layer; where that is `workqueue` (neither
-OpenMP nor TBB was found), two Python threads must not call at once. Numba caches kernels by their
-file: after a change of this file, of `octets` or of one whose name begins with `llvm`, remove the
+Arrays in, arrays out. Values are float32, or the bits of bfloat16 as uint16. Sums are float32. Each
+row of the result is computed by one thread in a fixed order, so that results do not depend on the
+number of threads. Rows run in parallel in Numba's threading layer; if that is `workqueue` (neither
+OpenMP nor TBB was found), two Python threads must not call at once. Numba caches kernels per file:
+after a change of this file, of `octets` or of a file whose name begins with `llvm`, remove the
 caches of the whole folder.
 
-Where the processor has AVX-512 (`WIDE`), loops over whole registers do nearly all the work
-(`llvm_pairs`); a scalar loop does the rest, and everything where `wide` is false.
+If the processor has AVX-512 (`WIDE`), loops over whole registers do nearly all the work
+(`llvm_pairs`). A scalar loop does the rest, or all of it if `wide` is false.
 """
 
 import numpy as np
@@ -26,8 +26,8 @@ u64 = np.uint64
 # Reassociation lets a dot product use vector registers; NaN, Inf and signed zeros keep their
 # meaning.
 SUMS = {"reassoc", "contract"}
-# Bytes of values and of codes by which prefetching is ahead of the products; one row would be too
-# near.
+# Bytes of values and of codes by which prefetching is ahead of the products; one row would not be
+# enough.
 AHEAD = 8192
 CODES_AHEAD = 1024
 
@@ -55,7 +55,7 @@ def store_rounded(
     o,
     value,
 ):
-    """y[t, o] = a float32, rounded to the nearest, and to the even one of two."""
+    """y[t, o] = a float32, rounded to the nearest number, ties to even."""
 
 
 @overload(store_rounded, inline="always")
@@ -83,7 +83,7 @@ def _store_rounded(
             o,
             value,
         ):
-            bits = np.float32(value).view(np.uint32)  # a NaN of narrow numbers has a low half of 0
+            bits = np.float32(value).view(np.uint32)  # of a NaN of bfloat16, the low half is 0
             rounded = (bits + u32(0x7FFF) + ((bits >> u32(16)) & u32(1))) >> u32(16)
             y[t, o] = u16(rounded)
 
@@ -108,7 +108,7 @@ def add_factors(
     y,
     o,
 ):
-    """y[:, o] = sums[:, o] + hidden u[o] + bias[o], rounded; of all tokens. bias: (0,) for none."""
+    """y[:, o] = sums[:, o] + hidden u[o] + bias[o], rounded. bias: (0,) for none."""
     for t in range(y.shape[0]):
         total = sums[t, o] + dot(u[o], hidden[t])
         if bias.shape[0]:
@@ -116,8 +116,8 @@ def add_factors(
         store_rounded(y, t, o, total)
 
 
-# 2:4: a byte holds the codes of two groups. The positions that go with a register of values choose
-# among two of inputs.
+# In 2:4, a byte holds the codes of two groups. The positions of a register of values select inputs
+# from two registers.
 
 
 @row_function
@@ -127,7 +127,7 @@ def dot_groups(
     x,
     first,
 ):
-    """Σ of a row from its group `first` on."""
+    """The dot product of a row and a token from group `first` on."""
     sums = np.float32(0)
     for g in range(u64(first), u64(values.shape[0] // 2)):
         code = codes[g // u64(2)] >> u8(g % u64(2) * u64(4))
@@ -148,7 +148,7 @@ def dot_one(
     y,
     spans,
 ):
-    """One row and one token; the values are prefetched earlier than the processor would."""
+    """One row and one token. Values are prefetched earlier than by the processor."""
     sums = zeros(1, 1)
     step = u64(64 // values.itemsize)
     for span in range(spans):
@@ -169,7 +169,7 @@ def dot_block(
     y,
     spans,
 ):
-    """Four rows and four tokens, which share their reads; the next four rows are prefetched."""
+    """Four rows and four tokens, which share reads. The next four rows are prefetched."""
     sums = zeros(4, 4)
     step = u64(64 // values.itemsize)
     ahead = 4 * values.shape[1] * values.itemsize if t == 0 else 0
@@ -221,8 +221,8 @@ def layer_2_4(
     """y = x (S + u v)ᵀ + bias, summed in float32 and rounded once.
 
     values: (out, in/2); positions: (out, ⌈in/8⌉); u: (out, r); v: (r, in); bias: (out,), or (0,)
-    for none; x: (tokens, in); y: (tokens, out). All but the positions are float32, or the bits of
-    bfloat16.
+    for none; x: (tokens, in); y: (tokens, out). All except the positions are float32, or the bits
+    of bfloat16.
     """
     span = 128 // x.itemsize  # inputs: two registers
     spans = u64(x.shape[1] // span if wide else 0)

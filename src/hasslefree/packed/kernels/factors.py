@@ -1,4 +1,4 @@
-"""L of a layer on a CPU: added to y = x Sᵀ by torch, or with a few tokens by Numba."""
+"""The product with L, added to y = x Sᵀ by torch, or for a few tokens on a CPU by Numba."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ def add_low_rank(
 ) -> Tensor:
     """y + x vᵀ uᵀ, for y (tokens, out) and x (..., in); y if there are no factors.
 
-    In place, unless autocast has made the dtypes differ: for a long prompt, new memory costs more
-    than the product.
+    In place, unless the dtypes differ because of autocast: for a long prompt, allocating memory
+    takes longer than the product.
     """
     if u is None or v is None:
         return y
@@ -34,7 +34,7 @@ class FactorArrays:
     Args:
         u: (out, r) in bfloat16, or int8 codes.
         v: (r, in), likewise.
-        u_scale, v_scale: of these codes, (out,) and (r,); None without codes.
+        u_scale, v_scale: the scales of codes, (out,) and (r,); None without codes.
         bias: (out,), or None.
     """
 
@@ -62,7 +62,7 @@ class FactorArrays:
 
 
 def floats_of(numbers: Tensor | None) -> Any:
-    """Numbers as an array of float32; (0,) for None."""
+    """A tensor as an array of float32; an empty array for None."""
     if numbers is None:
         numbers = torch.empty(0)
     return as_numpy(numbers.float().contiguous())

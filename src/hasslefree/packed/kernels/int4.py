@@ -1,9 +1,9 @@
-"""x Sᵀ for an S in codes of 2 to 8 bits, by torch's own operators for codes of four bits
-(`codes`), which compute with bfloat16.
+"""x Sᵀ for S in codes of 2 to 8 bits, by torch's operators for 4-bit codes (`codes`), which compute
+in bfloat16.
 
-The operators are fast for a few tokens. For more, some rows of S at a time are unpacked into
-bfloat16. The operators read codes in an order of their own, from which we unpack: `interleaved` has
-a CPU's, and `tiles` CUDA's.
+The operators are fast for a few tokens. For more tokens, a few rows of S at a time are unpacked
+into bfloat16. The operators read codes in their own order, from which we unpack: see `interleaved`
+for CPUs and `tiles` for CUDA.
 """
 
 import functools
@@ -25,27 +25,27 @@ from hasslefree.packed.kernels.interleaved import rows_of, rows_of_block, write_
 from hasslefree.packed.kernels.ops import operator
 from hasslefree.packed.kernels.rooms import BLOCK, BlockedRoom, room_for
 
-# Nibbles of an input, times tokens, that the operators multiply at most: from there on, unpacking
-# is faster, by Numba or by torch.
+# The largest product of tokens and nibbles per input for which the operators are used on a CPU: for
+# more, unpacking is faster, by Numba or by torch.
 MOST_BY_NUMBA = 10
 MOST_BY_TORCH = 128
+# The most tokens for which they are used on CUDA.
 CUDA_TOKENS = 16
-# Rows of S in bfloat16 that are unpacked together on CUDA.
+# Bytes of the rows of S that are unpacked together, in bfloat16.
 CUDA_TILE_BYTES = 64 << 20
-# Rows of S in bfloat16 that are unpacked together.
 TILE_BYTES = 4 << 20
-# The outputs and inputs of a layer are multiples of these.
+# The numbers of outputs and of inputs must be multiples of these.
 MULTIPLES = {"cpu": (16, 16), "cuda": (8, 32)}
 
 
 @dataclass(frozen=True)
 class Int4:
-    """S (out, in) as the operators take it.
+    """S (out, in) in the order of the operators.
 
     Args:
         codes: nibbles, on a CPU uint8 (out, nibbles/2), on CUDA int32 (`tiles`).
         terms: scales and centres, (groups, out, 2) bfloat16.
-        nibbles: how codes are written in nibbles.
+        nibbles: the format of codes in nibbles.
         shared: the nibbles that high bits share, uint8 (out, shared · in/8), or None.
     """
 
@@ -62,11 +62,11 @@ class Int4:
         scale: Tensor,
         low: Tensor,
     ) -> "Int4":
-        """Bring codes into the order of the operators.
+        """Convert codes to the order of the operators.
 
         Args:
             codes: uint8 (out, in).
-            bits: of a code.
+            bits: per code.
             scale: (out, groups).
             low: the values of code 0, (out, groups).
         """
@@ -90,16 +90,16 @@ class Int4:
 
     @property
     def bytes(self) -> int:
-        """The memory of codes and terms."""
+        """Memory used by codes and terms, in bytes."""
         shared = 0 if self.shared is None else self.shared.nbytes
         return self.codes.nbytes + shared + self.terms.nbytes
 
     def all_codes(self) -> Tensor:
-        """The codes that `of` was given."""
+        """The codes, uint8 (out, in)."""
         return torch.cat([self.codes_of_rows(rows) for rows in self.row_tiles()])
 
     def row_tiles(self) -> Iterator[slice]:
-        """Rows that are unpacked together, one slice after the other."""
+        """Divide the rows into slices that are unpacked together."""
         out = self.terms.shape[1]
         width = len(self.terms) * self.nibbles.group
         if self.codes.is_cuda:
@@ -107,15 +107,15 @@ class Int4:
         return tiles_of(out, width, rows_of_block(), TILE_BYTES)
 
     def codes_of_rows(self, rows: Tensor | slice) -> Tensor:
-        """The codes of some rows, uint8 (rows, in). rows: indices (rows,), or of `row_tiles`."""
+        """The codes of some rows, uint8 (rows, in). rows: indices, or a slice of `row_tiles`."""
         select = tiles.rows_of if self.codes.is_cuda else rows_of
         shared = None if self.shared is None else rows_of(self.shared, rows)
         return self.nibbles.join(select(self.codes, rows), shared)
 
     @functools.cached_property
     def high(self) -> tuple[Any, ...]:
-        """The high bits that share nibbles, as `add_high` takes them: made once, because for a few
-        tokens Python's overhead counts.
+        """The operands of `add_high` for high bits that share nibbles: made once, because for a
+        few tokens Python's overhead matters.
         """
         assert self.shared is not None
         pairs = bits_of(self.terms.view(torch.int32).squeeze(-1))
@@ -176,7 +176,7 @@ def int4_product(
     u: Tensor | None = None,
     v: Tensor | None = None,
 ) -> Tensor:
-    """`Int4.product` on a CPU, with its tensors and the fields of its nibbles."""
+    """`Int4.product` on a CPU, as a function of tensors and the fields of `nibbles`."""
     nibbles = Nibbles(bits, group, 0 if shared is None else bits - 4)
     operands = Int4(codes, terms, nibbles, shared)
     blocked = arrays.HAS_NUMBA and rows_of_block() == BLOCK
@@ -195,7 +195,7 @@ def int4_product(
 
 
 def fill(room: BlockedRoom, operands: Int4, rows: slice) -> None:
-    """Unpack some rows of S, whole blocks or the last ones, into a room."""
+    """Unpack rows of S, whole blocks or the last rows, into a room."""
     numba_kernels()  # sets the number of threads
     from hasslefree.packed.kernels.nibbles import unpack_nibbles
 
@@ -208,7 +208,7 @@ def fill(room: BlockedRoom, operands: Int4, rows: slice) -> None:
 
 
 def unpacked_rows(operands: Int4, rows: slice) -> Tensor:
-    """Some rows of S on a CPU, whole blocks or the last ones, in the memory of this thread."""
+    """Rows of S on a CPU, whole blocks or the last rows, in this thread's workspace."""
     nibbles = operands.nibbles
     shape = (rows.stop - rows.start, len(operands.terms) * nibbles.group)
     unpacked = arrays.workspace(shape, torch.bfloat16)
@@ -239,8 +239,8 @@ def tiles_of(
     block: int,
     tile_bytes: int,
 ) -> Iterator[slice]:
-    """Divide the rows of S into tiles of some bytes in bfloat16: whole blocks of rows, and the
-    rest.
+    """Divide the rows of S into tiles of whole blocks, of about `tile_bytes` in bfloat16, and the
+    remaining rows.
     """
     whole = out - out % block
     height = max(1, tile_bytes // (2 * width * block)) * block
@@ -256,7 +256,7 @@ def obstacle(
     grid: Grid,
     shape: tuple[int, int],
 ) -> str | None:
-    """Say why the operators cannot multiply an S (out, in) on this grid; None if they can."""
+    """The reason why the operators cannot multiply S (out, in) on this grid; None if they can."""
     out, width = shape
     if dtype != torch.bfloat16:
         return (
@@ -280,7 +280,7 @@ def obstacle(
 
 @functools.cache
 def without_cuda() -> str | None:
-    """Say why the operators cannot be used on this GPU; None if they can."""
+    """The reason why the operators cannot be used on this GPU; None if they can."""
     if not hasattr(torch.ops.aten, "_weight_int4pack_mm") or torch.version.hip:
         return "this build of torch has no operators for codes of 4 bits on this GPU"
     if torch.cuda.get_device_capability() < (8, 0):
@@ -290,8 +290,8 @@ def without_cuda() -> str | None:
 
 @functools.cache
 def without_cpu() -> str | None:
-    """Say why the operators cannot be used on this processor; None if they can. Their order of
-    codes is tried once.
+    """The reason why the operators cannot be used on this processor; None if they can. One trial
+    shows whether the order of codes is known.
     """
     name = interleaved.CAPABILITY
     if name not in interleaved.BLOCKS:
@@ -307,7 +307,7 @@ def without_cpu() -> str | None:
 
 
 def unknown_order(device: torch.device) -> str | None:
-    """Try the order of codes on a device: say that it is not the one known here; None if it is."""
+    """Try the order of codes on a device: a message if it is not the known one, else None."""
     numbers = torch.arange(80 * 32, device=device).view(80, 32)
     codes = (numbers * 0x9E3779B1 >> 20 & 15).to(torch.uint8)
     ones = torch.ones(80, 1, device=device)

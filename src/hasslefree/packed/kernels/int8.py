@@ -1,7 +1,7 @@
-"""x Sᵀ on a CPU for an S in symmetric codes of a byte each with one scale a row, by the operator of
-torch for such codes, which is fast with bfloat16 alone.
+"""x Sᵀ on a CPU for S in symmetric 8-bit codes with one scale per row, by torch's operator for such
+codes, which is fast in bfloat16 only.
 
-The operator is fast for a few tokens. For more, some rows of S at a time are unpacked.
+The operator is fast for a few tokens. For more tokens, a few rows of S at a time are unpacked.
 """
 
 import functools
@@ -17,12 +17,12 @@ from hasslefree.packed.kernels import interleaved
 from hasslefree.packed.kernels.factors import add_low_rank
 from hasslefree.packed.kernels.ops import operator
 
-# Tokens that the operator multiplies at most: with AVX2, unpacking S is faster from there on.
+# The most tokens for which the operator is used: for more, unpacking S is faster with AVX2.
 MOST = 16
-# Rows of S that are unpacked together, in float32.
+# Bytes of the rows of S that are unpacked together, in float32.
 TILE_BYTES = 4 << 20
-# The inputs of a layer are a multiple of this: the operator reads so many codes together, and
-# beyond the end of a row that is not.
+# The number of inputs must be a multiple of this: the operator reads 32 codes at once, and
+# would read beyond the end of a row.
 INPUTS = 32
 
 
@@ -31,7 +31,7 @@ class Int8:
     """S (out, in) = codes · scale.
 
     Args:
-        codes: less that of zero, int8 (out, in).
+        codes: minus the code of zero, int8 (out, in).
         scale: (out,), bfloat16.
     """
 
@@ -40,20 +40,20 @@ class Int8:
 
     @classmethod
     def of(cls, codes: Tensor, scale: Tensor) -> "Int8":
-        """Keep codes, uint8 (out, in). scale: (out, 1)."""
+        """Convert codes, uint8 (out, in), and scales, (out, 1)."""
         return cls((codes - MIDDLE).view(torch.int8), scale.flatten().bfloat16())
 
     @property
     def bytes(self) -> int:
-        """The memory of codes and scales."""
+        """Memory used by codes and scales, in bytes."""
         return bytes_of(*self.codes.shape)
 
     def all_codes(self) -> Tensor:
-        """The codes that `of` was given."""
+        """The codes, uint8 (out, in)."""
         return self.codes.view(torch.uint8) + MIDDLE
 
     def codes_of_rows(self, rows: Tensor) -> Tensor:
-        """The codes of some rows: indices (rows,) → uint8 (rows, in)."""
+        """The codes of selected rows: indices (rows,) → uint8 (rows, in)."""
         return self.codes[rows].view(torch.uint8) + MIDDLE
 
     def few_product(self, x: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class Int8:
 
 
 def bytes_of(out: int, width: int) -> int:
-    """The memory of codes (out, width) and their scales."""
+    """Memory used by codes (out, width) and scales, in bytes."""
     return out * width + out * torch.bfloat16.itemsize
 
 
@@ -83,14 +83,14 @@ def int8_product(
     u: Tensor | None = None,
     v: Tensor | None = None,
 ) -> Tensor:
-    """`Int8.product`, with its tensors."""
+    """`Int8.product` as a function of tensors."""
     if len(x) <= MOST:
         return add_low_rank(Int8(codes, scale).few_product(x), x, u, v)
     dtype = torch.float32 if multiplies_slowly(x.dtype, x.device) else x.dtype
     inputs = x.to(dtype)
     out, width = codes.shape
     y = x.new_empty(len(x), out)
-    # Codes without their scales are large: in float16, autocast would make their sums infinite.
+    # Sums of unscaled codes are large: autocast to float16 would make them infinite.
     with torch.autocast("cpu", enabled=False):
         for rows in tiles(out, TILE_BYTES // (4 * width)):
             y[:, rows] = linear(inputs, codes[rows].to(dtype)) * scale[rows]
@@ -103,7 +103,7 @@ def obstacle(
     grid: Grid,
     shape: tuple[int, int],
 ) -> str | None:
-    """Say why the operator cannot multiply an S (out, in) on this grid; None if it can."""
+    """The reason why the operator cannot multiply S (out, in) on this grid; None if it can."""
     if device != "cpu":
         return f"torch's operator runs on a CPU, and the layer is on {device}"
     if dtype != torch.bfloat16:
@@ -120,7 +120,7 @@ def obstacle(
 
 @functools.cache
 def without() -> str | None:
-    """Say why the operator cannot be used on this processor; None if it can."""
+    """The reason why the operator cannot be used on this processor; None if it can."""
     if interleaved.CAPABILITY not in interleaved.BLOCKS:
         return (
             "torch's operator for codes of 8 bits is fast with AVX2 or AVX-512, and torch uses"

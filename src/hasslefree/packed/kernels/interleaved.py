@@ -1,26 +1,26 @@
-"""The order of codes that torch's int4 operators read on a CPU: one block of rows after the other,
-input by input, two rows per byte.
+"""The order of codes that torch's int4 operators read on a CPU: block by block of rows, input by
+input, two rows per byte.
 
-The rows of the first half of a block have the lower four bits. In the rows that are left after the
-whole blocks, neighbours share a byte instead. Source: torch's int4mm_kernel.cpp for CPUs.
+The rows in the first half of a block take the lower four bits. Of the remaining rows after the last
+whole block, neighbours share a byte instead. Source: torch's int4mm_kernel.cpp for CPUs.
 """
 
 import torch
 from torch import Tensor
 
-# The rows of a block, by the instructions that torch uses.
+# Rows per block, by the instructions that torch uses.
 BLOCKS = {"AVX512": 64, "AVX2": 32}
 # Looked up once: torch.compile cannot trace the call.
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
 
 
 def rows_of_block() -> int:
-    """The rows of a block on this processor."""
+    """The number of rows per block on this processor."""
     return BLOCKS[CAPABILITY]
 
 
 def interleaved(nibbles: Tensor) -> Tensor:
-    """Codes in the order of the operators, by the operator for it: uint8 (out, n) → (out, n/2)."""
+    """Put nibbles into this order, by torch's operator: uint8 (out, n) → (out, n/2)."""
     packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(nibbles.int(), 1)
     return packed
 
@@ -29,7 +29,7 @@ def rows_of(packed: Tensor, rows: Tensor | slice) -> Tensor:
     """The nibbles of some rows, uint8 (rows, n).
 
     Args:
-        packed: codes in the order of the operators.
+        packed: uint8 (out, n/2), in this order.
         rows: indices (rows,), or a slice of whole blocks or of the last rows.
     """
     if isinstance(rows, slice):
@@ -53,9 +53,9 @@ def rows_of(packed: Tensor, rows: Tensor | slice) -> Tensor:
 
 
 def write_columns(octets: Tensor, columns: Tensor) -> None:
-    """Write the nibbles of whole blocks or the last rows into (n, rows) of any dtype.
+    """Write the nibbles of whole blocks, or of the last rows, into columns.
 
-    octets: uint8 (rows, n/2), in a CPU's order.
+    octets: uint8 (rows, n/2), in this order; columns: (n, rows) of any dtype.
     """
     width, count = columns.shape
     block = rows_of_block()

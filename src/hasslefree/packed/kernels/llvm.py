@@ -1,11 +1,11 @@
 """Instructions that Numba does not generate, as functions for the kernels, written in LLVM's IR.
 
-This file has what all kernels share: registers of sums, products of bfloat16, and prefetching,
-without which four tokens take up to 1.6 times as long. The instructions for 2:4 are in
+This file has the instructions that all kernels share: registers of sums, products of bfloat16, and
+prefetching, without which four tokens take up to 1.6 times as long. The instructions for 2:4 are in
 `llvm_pairs`, those for masks in `llvm_masks`, and those for codes on a grid in `llvm_nibbles`.
 
-What calls `native` needs AVX-512. Other processors compile the loops around it, but never enter
-them.
+Functions that call `native` need AVX-512. Other processors compile the loops that use them, but
+never enter these loops.
 """
 
 import functools
@@ -17,12 +17,12 @@ from numba.core import cgutils
 from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic, models, register_model
 
-# Numbers of 32 bits in a vector register of AVX-512.
+# 32-bit numbers per vector register of AVX-512.
 LANES = 16
 # The type of indices.
 INDEX = types.uint64
 
-# Of the processor that Numba compiles for.
+# The features of the processor that Numba compiles for.
 CHOSEN: str | None = config.CPU_FEATURES  # type: ignore[attr-defined]
 FEATURES = set((CHOSEN or get_host_cpu_features()).split(","))
 WIDE = {"+avx512f", "+avx512vbmi2", "+avx512bf16"} <= FEATURES
@@ -34,12 +34,12 @@ INT16 = ir.IntType(16)
 INT32 = ir.IntType(32)
 INT64 = ir.IntType(64)
 WORDS = ir.VectorType(INT32, LANES)
-# The total of a register of float32.
+# The sum of the lanes of a float32 register.
 TOTAL = "llvm.vector.reduce.fadd.v16f32"
 
 
 class BFloat(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat16, which llvmlite has no name for."""
+    """LLVM's bfloat16, a type that llvmlite lacks."""
 
     def _to_string(self):
         return "bfloat"
@@ -55,7 +55,7 @@ BFLOATS = ir.VectorType(BFloat(), 2 * LANES)
 
 
 class Sums(types.Type):
-    """Registers of sums of several rows and tokens; Numba has no type for them."""
+    """The type, which Numba lacks, of registers of sums for several rows and tokens."""
 
     def __init__(self, rows, tokens):
         self.rows = rows
@@ -70,7 +70,7 @@ def _model_of_sums(manager, kind):
 
 
 class Array:
-    """An array that an instruction takes, while its code is generated."""
+    """An array argument of an instruction, during code generation."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Array:
 
 
 class Registers:
-    """Sums that an instruction takes, or returns, while its code is generated."""
+    """Sums that are an argument or the result of an instruction, during code generation."""
 
     def __init__(
         self,
@@ -136,10 +136,10 @@ def instruction(result, **kinds):
     """Make an intrinsic of Numba from the function that generates its code.
 
     The function takes LLVM's builder and the arguments: arrays as `Array`, sums as `Registers`, and
-    None as None. It returns the result, if there is one.
+    None as None. It returns the result, if any.
 
-    result: the type of the result, or the name of the argument whose type it has.
-    kinds: types to which Numba converts arguments, by name; the others keep theirs.
+    result: the type of the result, or the name of an argument of the same type.
+    kinds: types to which Numba converts arguments, by name; other arguments keep their types.
     """
 
     def decorate(emit):
@@ -179,7 +179,7 @@ def operand_of(
     kind,
     value,
 ):
-    """An argument as the function that `instruction` decorates takes it."""
+    """An argument in the form that code generators take."""
     if isinstance(kind, types.Array):
         return Array(context, builder, kind, value)
     if isinstance(kind, Sums):
@@ -195,7 +195,7 @@ def native(
     result,
     arguments,
 ):
-    """Call an intrinsic of AVX-512. Without AVX-512 the loop is never entered, and any value would
+    """Call an intrinsic of AVX-512. Without AVX-512 the code is never reached, and any value will
     do.
     """
     if not WIDE:
@@ -222,14 +222,14 @@ def with_products(
     left,
     right,
 ):
-    """total + left · right, of registers of float32 or bfloat16, given as numbers or as bits."""
+    """total + left · right, for registers of float32 or bfloat16, given as numbers or bits."""
     if left.type.count == LANES:
         left = builder.bitcast(left, FLOATS)
         right = builder.bitcast(right, FLOATS)
         return native(builder, "llvm.fma.v16f32", FLOATS, [left, right, total])
     left = builder.bitcast(left, BFLOATS)
     right = builder.bitcast(right, BFLOATS)
-    # Sums of products of pairs of bfloat16, added to a register of float32.
+    # Sums of the products of pairs of bfloat16, added to a float32 register.
     return native(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [total, left, right])
 
 
@@ -257,7 +257,7 @@ def zeros(
     rows,
     tokens,
 ):
-    """Sums of this number of rows and tokens, both literal, all 0."""
+    """Sums of 0 for these numbers of rows and tokens, both literals."""
     kind = Sums(rows.literal_value, tokens.literal_value)
 
     def generate(
@@ -295,9 +295,7 @@ def prefetch(
     at,
     ahead,
 ):
-    """Ask for the cache line that is `ahead` bytes after row[at]; beyond the array this does
-    nothing.
-    """
+    """Prefetch the cache line `ahead` bytes after row[at]; beyond the array this is harmless."""
     line = builder.gep(row.pointer([at], BYTE), [ahead])
     to_read_near_data = [INT32(0), INT32(3), INT32(1)]
     call(builder, "llvm.prefetch.p0", ir.VoidType(), [line, *to_read_near_data])

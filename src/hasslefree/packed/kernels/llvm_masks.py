@@ -1,4 +1,4 @@
-"""The instructions of AVX-512 for an S by masks: the values of a row are spread over registers."""
+"""AVX-512 instructions for S stored with masks: values of a row are spread over registers."""
 
 from llvmlite import ir
 from numba import types
@@ -6,7 +6,7 @@ from numba import types
 from hasslefree.packed.kernels.llvm import INDEX, INT32, WIDE, instruction, native, with_products
 
 BIT = ir.IntType(1)
-# Inputs of a word of a mask, which are multiplied together.
+# Inputs per word of a mask, which are multiplied together.
 SPAN = 32
 
 
@@ -26,7 +26,7 @@ def expand_span(
     at,
     mask,
 ):
-    """A span in its registers: values from values[at] on where the mask has a bit, else 0."""
+    """The registers of a span: values from values[at] on where the mask has a bit, else 0."""
     bits = values.dtype.bitwidth
     lanes = 512 // bits
     vector = ir.VectorType(ir.IntType(bits), lanes)
@@ -84,8 +84,8 @@ def add_expanded(
     t,
     span,
 ):
-    """sums += one span of inputs of a row of S with the tokens from t on. The row's values of this
-    span are those from values[at] on, where the mask has a bit. Reads 32 values.
+    """sums += the products of a row of S with the tokens from t on, for one span of inputs. The
+    values of the span are those from values[at] on, where the mask has a bit. Reads 32 values.
     """
     for part, register in enumerate(expand_span(builder, values, at, mask)):
         column = builder.mul(span, span.type(SPAN))

@@ -1,4 +1,4 @@
-"""The instructions of AVX-512 for an S on a grid, whose codes are nibbles of 64 rows at a time."""
+"""AVX-512 instructions for S on a grid, in codes that are nibbles of 64 rows at a time."""
 
 from llvmlite import ir
 from numba import types
@@ -17,10 +17,10 @@ from hasslefree.packed.kernels.llvm import (
     with_products,
 )
 
-# The float32 of a register that the numbers of another name.
+# Float32 numbers of a register, selected by indices in another register.
 SELECT_FLOATS = "llvm.x86.avx512.permvar.sf.512"
 BYTES = ir.VectorType(BYTE, LANES)
-# First bytes and shifts of two inputs.
+# The first byte and the shift of each of two inputs.
 PLACES = types.UniTuple(INDEX, 4)
 
 
@@ -31,8 +31,8 @@ def nibbles_from(
     offset,
     shift,
 ):
-    """A nibble of each of 16 bytes, from byte first + offset of the codes on, as a register. shift:
-    0 for the lower nibble, 4 for the upper one.
+    """One nibble from each of 16 bytes of the codes, from byte first + offset on, as a register.
+    shift: 0 for the lower nibble, 4 for the upper one.
     """
     octets = codes.load([builder.add(first, first.type(offset))], BYTES, align=1)
     wide = builder.zext(octets, WORDS)
@@ -73,10 +73,11 @@ def unpack_pairs(
     """pairs[at : at + 64] = code · scale + centre for 64 rows and two inputs, in bfloat16; the two
     share a word.
 
-    Byte i of `codes` from `low` on has the nibbles of row i and, above it, row 32 + i; the next 32
-    bytes have those of the second input. What counts 16 times is found likewise in `above`, which
-    is None if there is nothing: high holds the first byte and the shift of each of the two inputs,
-    and mask the bits that count. terms: float32 (2, 64), scales and centres; pairs: uint32.
+    Byte i of `codes` from `low` on has the nibble of row i and, in the upper half, of row 32 + i;
+    the next 32 bytes have those of the second input. High bits, which count 16 times, are in
+    `above`, in the same order; without high bits, it is None. `high` holds the first byte and the
+    shift of each of the two inputs, and `mask` the bits to use. terms: float32 (2, 64), scales and
+    centres; pairs: uint32.
     """
 
     def code_of(
@@ -118,11 +119,11 @@ def add_entries(
     codes,
     first,
 ):
-    """Add to the sums of 64 rows the entries tables[at] that their nibbles name. sums: of four
-    rows, each a register of 16 rows, and one token.
+    """Add to the sums of 64 rows the entries of tables[at] that the nibbles of the rows select.
+    sums: of four rows, each a register of 16 rows, and one token.
 
-    tables: float32 (steps, 16); codes: uint8, of which byte i from `first` on has the nibbles of
-    row i and, above it, row 32 + i.
+    tables: float32 (steps, 16); codes: uint8, of which byte i from `first` on has the nibble of row
+    i and, in the upper half, of row 32 + i.
     """
     table = tables.load([at, at.type(0)], FLOATS, align=4)
     for half in range(2):
@@ -130,7 +131,7 @@ def add_entries(
         low = builder.zext(codes.load([start], BYTES, align=1), WORDS)
         high = builder.lshr(low, everywhere(4))
         for register, index in ((half, low), (half + 2, high)):
-            # Only the four lowest bits of an index count.
+            # Only the four lowest bits of an index are used.
             entries = native(builder, SELECT_FLOATS, FLOATS, [table, index])
             sums[register] = builder.fadd(sums[register], entries)
     return sums

@@ -1,4 +1,4 @@
-"""The instructions of AVX-512 for an S in 2:4: inputs are selected from registers or a table."""
+"""AVX-512 instructions for S in 2:4: inputs are selected from registers or from a table."""
 
 from llvmlite import ir
 from numba import types
@@ -17,9 +17,8 @@ from hasslefree.packed.kernels.llvm import (
     with_products,
 )
 
-# A table holds TOKENS tokens and GROUPS groups. A group has a row for each of its codes, from 4,
-# which is the pair (0, 1), to 14, (2, 3). A group therefore begins every CODES rows; the last rows
-# are for invalid codes.
+# A table holds GROUPS groups for TOKENS tokens. A group has a row per code, from 4, which is the
+# pair (0, 1), to 14, (2, 3), and begins every CODES rows. The last rows are for invalid codes.
 TOKENS = 64
 GROUPS = 16
 CODES = 11
@@ -31,13 +30,13 @@ def inputs_of_codes(
     codes,
     lanes,
 ):
-    """The inputs, 0 … 2·lanes − 1, that the codes of `lanes` values name.
+    """The inputs, 0 … 2·lanes − 1, that the codes of `lanes` values select.
 
     codes: an integer of 2·lanes bits. Returns a register of `lanes` numbers of 512/lanes bits.
     """
     number = ir.IntType(512 // lanes)
     numbers = ir.VectorType(number, lanes)
-    together = 256 // lanes  # codes that a number holds
+    together = 256 // lanes  # codes per number
 
     def constant(values):
         return ir.Constant(numbers, values)
@@ -70,8 +69,8 @@ def add_products(
     t,
     span,
 ):
-    """sums += one span, two registers of inputs, of the rows of 2:4 from o on with the tokens from
-    t on.
+    """sums += the products of the 2:4 rows from o on with the tokens from t on, for one span of
+    inputs, which is two registers.
     """
     if isinstance(values.dtype, types.Float):
         lanes = LANES
@@ -111,7 +110,7 @@ def add_tabulated(
     table,
     sums,
 ):
-    """sums (TOKENS,) += GROUPS groups of a row of S with a table.
+    """sums (TOKENS,) += the products of GROUPS groups of a row of S with a table.
 
     values: uint16, and codes: uint8, both from the first of these groups on.
     """
@@ -119,7 +118,7 @@ def add_tabulated(
     targets = [sums.pointer([INT64(first)], FLOATS) for first in registers]
     totals = [builder.load(target, align=64) for target in targets]
     word = codes.load([INT64(0)], INT64, align=1)
-    rows = ir.ArrayType(BFLOATS, TOKENS // LANES)  # a known length spares multiplications
+    rows = ir.ArrayType(BFLOATS, TOKENS // LANES)  # a constant length saves multiplications
     first_row = table.pointer([INT64(0)], rows)
     for g in range(GROUPS):
         code = builder.and_(builder.lshr(word, word.type(4 * g)), word.type(15))

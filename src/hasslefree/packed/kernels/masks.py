@@ -1,9 +1,10 @@
-"""Numba kernels for S of any pattern by the mask of a row: its product with a few tokens, and S
-unpacked into dense rows.
+"""Numba kernels for S of any pattern, by the masks of rows: the product with a few tokens, and
+unpacking into dense rows.
 
-Arrays and sums are as in `cpu`; to unpack, values are the bits of any dtype. Masks of N:M are made
-from its positions first. A position beyond its group counts as the group's last, bits of a mask
-beyond the row or the values are ignored, so that no index, however wrong, reaches outside them.
+Arrays and sums are as in `cpu`; for unpacking, values are the bits of any dtype. The masks of N:M
+are made from positions first. No index, however wrong, leads to an access outside the arrays: a
+position beyond its group counts as the last of the group, and bits of a mask beyond the row or the
+values are ignored.
 """
 
 import numpy as np
@@ -26,9 +27,9 @@ from hasslefree.packed.kernels.cpu import layer_2_4 as layer_2_4
 from hasslefree.packed.kernels.llvm import WIDE, popcount, prefetch, store_totals, zeros
 from hasslefree.packed.kernels.llvm_masks import SPAN, add_expanded, expand, load_word
 
-# A position is read from four bytes at once, wherever in the row it starts.
+# The bytes that are read at once for a position, wherever it starts.
 WINDOW = 4
-# Inputs that this processor takes at once: with AVX-512, with AVX2, and without either.
+# Inputs that the processor multiplies at once: with AVX-512, with AVX2, and 0 without either.
 WITH_AVX512 = SPAN
 WITH_AVX2 = octets.STEP
 if WIDE:
@@ -37,14 +38,14 @@ elif octets.HAS_AVX2:
     STEP = WITH_AVX2
 else:
     STEP = 0
-# Tokens that share the expanded values of a row.
+# The number of tokens that share the expanded values of a row.
 TOGETHER = 4
 
 
 @row_function
 def mask_of_pair(code, shift):
-    """The bits of a group of 2:4 as a mask, in arithmetic that vectorises: the bit 1 << p is (1 +
-    p₀)·(1 + 3·p₁).
+    """The mask of a 2:4 group, by arithmetic that vectorises: the bit 1 << p of a position p with
+    the bits p₀ and p₁ is (1 + p₀)·(1 + 3·p₁).
     """
     one = u8(1)
     code = code >> u8(shift)
@@ -55,7 +56,7 @@ def mask_of_pair(code, shift):
 
 @row_function
 def mark_pairs(codes, width, mask):
-    """Set the mask of a row of 2:4; both are bytes of two groups."""
+    """Set the mask of a 2:4 row. codes, mask: two groups per byte."""
     for i in range(codes.shape[0]):
         mask[i] = mask_of_pair(codes[i], 0) | (mask_of_pair(codes[i], 4) << u8(4))
     if width % 8:  # the last byte has one group
@@ -71,8 +72,8 @@ def mark_row(
     width,
     mask,
 ):
-    """Set the mask of a row of N:M and this width, both bytes."""
-    # Unsigned indices: Numba tests signed ones for being negative.
+    """Set the mask of an N:M row of `width` inputs. codes, mask: bytes."""
+    # Unsigned indices, because Numba tests signed ones for being negative.
     window = np.zeros(codes.shape[0] + WINDOW, u8)
     window[: codes.shape[0]] = codes
     bit = u64(0)
@@ -94,8 +95,8 @@ def expand_mask(
     row,
     step,
 ):
-    """One row from its mask. values: flat, the row's from `start`; mask: bytes. Reads no value that
-    is not there.
+    """Unpack one row from its mask. values: flat, those of the row from `start` on; mask: bytes.
+    Reads nothing beyond the end of the values.
     """
     k = u64(start)
     at = u64(0)
@@ -130,7 +131,7 @@ def dot_wide(
     y,
     sums,
 ):
-    """y[t :, o] = the products of one row with the tokens of `sums`, which are 0."""
+    """y[t :, o] = the products of one row with as many tokens as `sums` has. sums: all 0."""
     k = u64(start)
     for span in range(u64(x.shape[1] // SPAN)):
         bits = load_word(mask, u64(4) * span)
@@ -154,8 +155,8 @@ def layer_by_masks(
 ):
     """y = x (S + u v)ᵀ + bias, summed in float32 and rounded once.
 
-    values: flat; starts: (out,) where each row's begin; masks: (out, bytes); step: `STEP`; the
-    others as for `layer_2_4`.
+    values: flat; starts: (out,), the index of each row's first value; masks: (out, bytes); step:
+    `STEP`; the others as for `layer_2_4`.
     """
     width = u64(x.shape[1])
     tokens = u64(x.shape[0])
@@ -170,7 +171,7 @@ def layer_by_masks(
         for t in range(tokens):
             hidden[t, k] = dot(v[k], x[t])
     for o in prange(masks.shape[0]):
-        # Registers are filled whole: what they read must be there.
+        # Whole registers are read, which must not reach beyond the end of the values.
         fits = u64(starts[o]) + width <= u64(values.shape[0]) and width % u64(SPAN) == 0
         if fits and step == WITH_AVX2:
             for t in range(tokens):
@@ -196,7 +197,7 @@ def unpack_by_masks(
     rows,
     step,
 ):
-    """rows: (out, in). values: flat bits; starts: (out,); masks: (out, bytes)."""
+    """Unpack rows (out, in). values: flat bits; starts: (out,); masks: (out, bytes)."""
     for o in prange(rows.shape[0]):
         expand_mask(values, starts[o], masks[o], rows[o], step)
 
@@ -210,7 +211,7 @@ def mark_positions(
     width,
     masks,
 ):
-    """masks (out, ⌈in/8⌉), which are 0, of N:M. positions: (out, bytes), of `bits` bits each."""
+    """Set masks (out, ⌈in/8⌉), all 0, of N:M. positions: (out, bytes), of `bits` bits each."""
     for o in prange(masks.shape[0]):
         if n == 2 and m == 4:
             mark_pairs(positions[o], width, masks[o])
@@ -220,7 +221,7 @@ def mark_positions(
 
 @rows_in_parallel
 def count_rows(mask, counts):
-    """counts (out,) of the set bits of each row of a mask (out, bytes)."""
+    """counts (out,) = the number of set bits in each row of a mask (out, bytes)."""
     for o in prange(mask.shape[0]):
         total = u32(0)
         for i in range(mask.shape[1]):

@@ -1,6 +1,6 @@
-"""Numba kernels for an S in codes of torch's int4 operators (`int4`): S unpacked into dense
-rows, and what the operators leave out, the high bits of codes and L, added to a product. Arrays are
-those of `cpu`.
+"""Numba kernels for S in the codes of torch's int4 operators (`int4`): unpacking of S into dense
+rows, and the parts of a product that the operators leave out, high bits of codes and L. Arrays are
+as in `cpu`.
 """
 
 import numpy as np
@@ -20,13 +20,13 @@ from hasslefree.packed.kernels.cpu import (
 from hasslefree.packed.kernels.llvm import INT16, LANES, instruction, zeros
 from hasslefree.packed.kernels.llvm_nibbles import add_entries, add_scaled, store_rows, unpack_pairs
 
-# Rows of a block, in the order of torch's operators and of oneDNN.
+# Rows per block, in the orders of torch's operators and of oneDNN.
 BLOCK = 4 * LANES
 
 
 @instruction(types.CPointer(types.uint16))
 def bits_at(builder, address):
-    """A pointer to the bits of bfloat16 at an address: an array for each call costs more than L."""
+    """A pointer to bfloat16 bits at an address: making an array per call takes longer than L."""
     return builder.inttoptr(address, INT16.as_pointer())
 
 
@@ -42,7 +42,7 @@ def add_low_rank(
     bias,
 ):
     """y += x vᵀ uᵀ + bias for x (tokens, in) and y (tokens, out) in bfloat16 at their addresses,
-    summed in float32 and rounded once. By one thread: starting others takes longer.
+    summed in float32 and rounded once. On one thread: starting others takes longer.
 
     u: (out, r) and v: (r, in) are the bits of bfloat16, or int8 codes with scales (out,) and (r,);
     scales and bias are float32, and (0,) for none.
@@ -76,8 +76,8 @@ def tabulate(
     bits,
     tables,
 ):
-    """tables[k, code] = Σ (high − middle) x of the inputs whose `bits` high bits are in nibble k,
-    for each code of the nibble. tables: float32 (nibbles, 16).
+    """tables[k, code] = Σ (high − middle) x over the inputs whose `bits` high bits are in nibble k,
+    for each value of the nibble. tables: float32 (nibbles, 16).
     """
     inputs = u64(4) // u64(bits)
     middle = np.float32((1 << bits) - 1) / np.float32(2)
@@ -106,7 +106,7 @@ def last_totals(
     count,
     totals,
 ):
-    """The sums of `count` rows, of which neighbours share a byte, as `add_high` needs them."""
+    """The sums of `add_high` for the last `count` rows, of which neighbours share a byte."""
     half = count // u64(2)
     groups = u64(terms.shape[0])
     steps = u64(tables.shape[0]) // groups
@@ -132,12 +132,12 @@ def add_high(
     bits,
 ):
     """y += 16·x Hᵀ for x (tokens, in) and y (tokens, out) in bfloat16 at their addresses, summed in
-    float32 and rounded once. H = (high − middle)·scale: the high bits of codes of S, from which
-    their mean is subtracted.
+    float32 and rounded once. H = (high − middle)·scale: the high bits of the codes of S, minus the
+    middle of their range.
 
     codes: nibbles, uint8 (out, bits · in/8) in the order of torch's operators with AVX-512, each
     with the high bits of 4/bits inputs; terms: uint32 (groups, out), whose lower halves are the
-    scales in bfloat16; group: the inputs that share one.
+    scales in bfloat16; group: the number of inputs per scale.
     """
     out = u64(terms.shape[1])
     groups = u64(terms.shape[0])
@@ -185,8 +185,8 @@ def last_rows(
     at,
     half,
 ):
-    """`unpack_pairs` for 2·half rows, of which neighbours share a byte, and `half` bytes an
-    input. mask: 0 if there is nothing above.
+    """`unpack_pairs` for the last 2·half rows, of which neighbours share a byte, with `half` bytes
+    per input. mask: 0 if nothing is above.
     """
     for i in range(half):
         for side in range(u64(2)):
@@ -214,8 +214,8 @@ def places_of_high(
     start,
     half,
 ):
-    """Where the high bits of a pair of inputs are, as `unpack_pairs` takes it. pair: its number in
-    the row; start: of the rows' shared nibbles.
+    """The places of the high bits of a pair of inputs, as `unpack_pairs` takes them. pair: the
+    index in the row; start: the first of the rows' shared nibbles.
     """
     if shared:
         bit = pair * u64(2) * u64(shared)
@@ -237,13 +237,13 @@ def unpack_nibbles(
     shared,
     pairs,
 ):
-    """Rows of S from `first` on, in bfloat16, in blocks of 64 rows, as oneDNN takes them.
+    """Unpack rows of S from `first` on into bfloat16, in oneDNN's order: blocks of 64 rows.
 
     codes: uint8 (out, octets) in the order of torch's operators with AVX-512; terms: the bits of
-    (groups, out, 2); group: the inputs of S that share terms; slots: the nibbles of an input; high:
-    the second one counts 16 times; shared: the high bits of a code that share a nibble of `above`,
-    which has the order of `codes` and is `codes` itself if there are none; pairs: uint32 (blocks,
-    pairs of inputs, 64), of which rows and inputs that S does not have stay as they are.
+    (groups, out, 2); group: the number of inputs of S that share terms; slots: the nibbles per
+    input; high: True if the second nibble counts 16 times; shared: the number of high bits per code
+    that share a nibble of `above`, which has the order of `codes` and is `codes` itself if there
+    are none; pairs: uint32 (blocks, pairs of inputs, 64), whose padding is not written.
     """
     octets = u64(codes.shape[1])
     flat = codes.reshape(-1)

@@ -1,7 +1,7 @@
-"""The product of a row of S, stored as a mask, with a token on processors with AVX2: sixteen inputs
-at a time, in two registers of eight.
+"""Products of rows of S, stored as masks, with tokens on processors with AVX2: sixteen inputs at a
+time, in two registers of eight.
 
-A table of all masks of eight bits says where each input finds its value.
+A table of all masks of eight bits holds the index of the value of each input.
 """
 
 import numpy as np
@@ -26,13 +26,13 @@ from hasslefree.packed.kernels.llvm import (
 )
 
 HAS_AVX2 = {"+avx2", "+fma"} <= FEATURES
-# Inputs of one step.
+# Inputs per step.
 STEP = 16
 OCTET = 8
 EIGHT_FLOATS = ir.VectorType(FLOAT, OCTET)
 EIGHT_WORDS = ir.VectorType(INT32, OCTET)
-# For each mask and input, how many inputs before it have a bit: int32 (256, 8). The sign is set
-# where the input has one.
+# For each mask and input, the number of set bits before it: int32 (256, 8). The sign is set if the
+# bit of the input is set.
 BITS = np.arange(256)[:, np.newaxis] >> np.arange(OCTET) & 1
 PLACES = (np.cumsum(BITS, axis=1) - BITS - BITS * 2**31).astype(np.int32)
 
@@ -42,7 +42,7 @@ def expanded_octet(
     values,
     places,
 ):
-    """The values, eight float32, in the places (8,) of their inputs, and 0 for other inputs."""
+    """Eight float32 values moved to the places (8,) of their inputs; 0 for other inputs."""
     if isinstance(values.type.element, ir.IntType):
         wide = builder.zext(values, EIGHT_WORDS)
         bits = builder.shl(wide, ir.Constant(EIGHT_WORDS, [16] * OCTET))
@@ -75,8 +75,8 @@ def add_octets(
 ):
     """sums, of one row and token, += the products of sixteen inputs from `column` on.
 
-    values: the row's begin at `first` for the first eight inputs, and at `second` for the others;
-    eight are read from each. masks: the two masks of eight bits; table: `PLACES`; x: float32.
+    values: those of the first eight inputs begin at `first`, those of the others at `second`; eight
+    are read from each. masks: two masks of eight bits; table: `PLACES`; x: float32.
     """
     if not HAS_AVX2:
         return sums
@@ -90,7 +90,7 @@ def add_octets(
         octet = values.load([start], stored, align=values.dtype.bitwidth // 8)
         factors.append(expanded_octet(builder, octet, places))
         source = x.pointer([t, builder.add(column, column.type(OCTET * half))], BYTE)
-        # Only inputs whose sign is set are read; the others are 0.
+        # Only inputs whose place is negative are read; the others are 0.
         read = "llvm.x86.avx.maskload.ps.256"
         inputs.append(call(builder, read, EIGHT_FLOATS, [source, places]))
     lanes = ir.Constant(ir.VectorType(INT32, STEP), list(range(STEP)))

@@ -1,9 +1,9 @@
 """y = x Sᵀ as torch operators, so that torch.compile sees one node and no graph break.
 
-On a CPU, few tokens are multiplied with the packed rows directly. Many tokens in bfloat16 with 2:4
-use tables of the inputs, unless the processor multiplies tiles (AMX). Otherwise, from `DIRECT`
-tokens on, some rows of S at a time are unpacked into a buffer, and torch multiplies them: a large S
-is never in memory as a whole.
+A few tokens are multiplied by the packed rows directly. Many tokens in bfloat16 with 2:4 use tables
+of the inputs, unless the processor multiplies tiles (AMX). Otherwise, from `DIRECT` tokens on, a
+few rows of S at a time are unpacked into a buffer and multiplied by torch: a large S is never in
+memory as a whole.
 
 There is no gradient: a call that needs one raises torch's error that no autograd formula was
 registered. `backends.choose` uses the dense backend for such calls.
@@ -32,26 +32,26 @@ Product = Callable[..., Tensor]
 # The number of tokens from which unpacking some rows once is cheaper than reading packed rows for
 # every token. With AVX-512, 2:4 halves the products as well.
 DIRECT_2_4 = 33
-# Other patterns; 2:4 with AVX2, or beside tiles; and any pattern without AVX2.
+# The same for other patterns, and for 2:4 with AVX2 or AMX.
 DIRECT = 13
+# The same for every pattern without AVX2.
 DIRECT_SCALAR = 6
-# Tokens that run through the packed rows of 2:4 together: their inputs stay in the second level of
-# the cache.
+# Tokens that are multiplied by packed rows of 2:4 together: their inputs stay in the L2 cache.
 TOGETHER = 32
 # The unpacked rows stay in the cache, and a product needs this many rows to be fast.
 TILE_BYTES = 4 << 20
 MIN_TILE_ROWS = 256
-# Inputs that a table holds.
+# Inputs per table.
 TABLE_INPUTS = 64
-# Rows that run through the tables together: their sums stay in the second level of the cache.
+# Rows that are multiplied by the tables together: their sums stay in the L2 cache.
 MAX_TABLE_ROWS = 1024
 
 
 def operator(rows: int) -> Callable[[Product], Product]:
-    """Make a product with S, (tokens, in) → (tokens, out), a torch operator where it is traced.
+    """Make a product with S, (tokens, in) → (tokens, out), a torch operator when it is traced.
 
     Args:
-        rows: the number of the operand after x that has a row for each output.
+        rows: the index, among the operands after x, of one that has a row per output.
     """
 
     def decorate(function: Product) -> Product:
@@ -83,7 +83,7 @@ def packed_product(
     """x Sᵀ.
 
     Args:
-        x: (tokens, in), float32, bfloat16 or float16. Kernels do not check how long a row of it is.
+        x: (tokens, in), float32, bfloat16 or float16. Kernels do not check the number of inputs.
         values: of S, of x's dtype.
         index: of S, uint8.
         pattern: the name of the pattern of S, any but structured.
@@ -103,7 +103,7 @@ def packed_product(
 
 
 def takes_tables(layout: PackedGroups | Bitmask, x: Tensor) -> bool:
-    """Tell whether tables of these inputs (tokens, in) are the fastest for many tokens."""
+    """True if tables of these inputs (tokens, in) are fastest for many tokens."""
     if layout != PackedGroups(2, 4) or x.dtype != torch.bfloat16 or x.shape[1] % TABLE_INPUTS:
         return False
     kernels = numba_kernels()
@@ -111,7 +111,7 @@ def takes_tables(layout: PackedGroups | Bitmask, x: Tensor) -> bool:
 
 
 def direct_tokens(layout: PackedGroups | Bitmask, dtype: torch.dtype) -> float:
-    """The number of tokens from which rows are not read packed."""
+    """The number of tokens from which packed rows are not multiplied directly."""
     if dtype not in (torch.float32, torch.bfloat16):
         return 0
     kernels = numba_kernels()
@@ -142,7 +142,7 @@ def _by_tables(
     values: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    """x Sᵀ of 2:4 in bfloat16, 64 tokens at a time; a short remainder goes directly."""
+    """x Sᵀ of 2:4 in bfloat16, 64 tokens at a time; a short remainder takes `_direct`."""
     from hasslefree.packed.kernels import llvm_pairs, tables
 
     numba_kernels()  # sets the number of threads
@@ -171,7 +171,7 @@ def _by_tiles(
     index: Tensor,
     layout: PackedGroups | Bitmask,
 ) -> Tensor:
-    """x Sᵀ by torch, from some rows of S at a time, unpacked. values, index: contiguous."""
+    """x Sᵀ by torch, unpacking a few rows of S at a time. values, index: contiguous."""
     kernels = numba_kernels()
     out = len(index)
     width = x.shape[1]

@@ -1,5 +1,5 @@
-"""Memory for unpacked rows of S in bfloat16, and the product with them. It is kept from call to
-call: new pages cost more than unpacking.
+"""Memory for unpacked rows of S in bfloat16, and products with them. It is kept between calls: new
+pages cost more than unpacking.
 """
 
 import ctypes
@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Rows of a block of oneDNN's order.
+# Rows per block in oneDNN's order.
 BLOCK = 64
-# oneDNN takes inputs by so many.
+# oneDNN pads the inputs to a multiple of this.
 INPUTS = 32
-# oneDNN may choose its order by the number of tokens.
+# The number of tokens, by which oneDNN may choose the order.
 TOKENS = 512
 _kept = threading.local()
 
 
 class BlockedRoom:
-    """Rows of S in the order of oneDNN's products of bfloat16, which need not order them again.
+    """Rows of S in the order of oneDNN's products of bfloat16, which then reorder nothing.
 
-    values: (blocks, pairs of inputs, 64 rows, 2), with zeros for what S does not have.
+    values: (blocks, pairs of inputs, 64 rows, 2), padded with zeros.
     """
 
     def __init__(self, rows: int, inputs: int):
@@ -38,7 +38,7 @@ class BlockedRoom:
 
 
 def room_for(rows: int, inputs: int) -> BlockedRoom | None:
-    """This thread's room of a shape; None if oneDNN's order is not known."""
+    """This thread's room for a shape; None if oneDNN's order is unknown."""
     if not is_known_order(rows, inputs):
         return None
     rooms: dict[tuple[int, int], BlockedRoom] = vars(_kept).setdefault("rooms", {})
@@ -50,7 +50,7 @@ def room_for(rows: int, inputs: int) -> BlockedRoom | None:
 
 @cache
 def is_known_order(rows: int, inputs: int) -> bool:
-    """Try whether oneDNN orders a matrix in blocks of 64 rows, then by pairs of inputs."""
+    """Test whether oneDNN orders a matrix in blocks of 64 rows, then by pairs of inputs."""
     operators = ("_reorder_linear_weight", "_linear_pointwise", "data_ptr", "_nbytes")
     if not torch.backends.mkldnn.is_available():
         return False
@@ -72,7 +72,7 @@ def reordered(matrix: Tensor) -> Tensor:
 
 
 def values_of(packed: Tensor) -> Tensor:
-    """The memory of a tensor in oneDNN's order, in bfloat16, flat; valid while `packed` lives."""
+    """The flat bfloat16 memory of a tensor in oneDNN's order; valid while `packed` exists."""
     if not packed.is_mkldnn:
         return packed.flatten()
     size = torch.ops.mkldnn._nbytes(packed)

@@ -1,9 +1,9 @@
-"""x Sᵀ for 2:4 in bfloat16 with many tokens, by Numba with AVX-512.
+"""x Sᵀ for 2:4 in bfloat16 and many tokens, by Numba with AVX-512.
 
-The two kept values of a group are multiplied by one of six pairs of its inputs. A table holds the
-pairs of some groups for 64 tokens, small enough for the first-level cache, and many rows of S use
-it. A code is the row of the table, so that no input is selected, and half of the products of a
-dense layer remain.
+The two stored values of a group are multiplied by one of six pairs of inputs. A table, small enough
+for the L1 cache, holds the pairs of a few groups for 64 tokens, and serves many rows of S. A code
+is a row of the table, so inputs need no selection, and half of the products of a dense layer
+remain.
 """
 
 from itertools import combinations
@@ -22,7 +22,7 @@ from hasslefree.packed.kernels.cpu import (
 from hasslefree.packed.kernels.llvm import LANES, prefetch
 from hasslefree.packed.kernels.llvm_pairs import CODES, GROUPS, TABLE_ROWS, TOKENS, add_tabulated
 
-# Rows of S by which prefetching is ahead of those that are multiplied with a table.
+# Rows of S by which prefetching is ahead of the multiplication by a table.
 ROWS_AHEAD = 32
 # The pairs of inputs that a group of 2:4 may keep.
 PAIRS = tuple(combinations(range(4), 2))
@@ -36,10 +36,10 @@ def fill_table(
     columns,
     table,
 ):
-    """The pairs of GROUPS groups of x (tokens, in) from input `first` on, for TOKENS tokens from
-    `start` on.
+    """Fill a table with the pairs of GROUPS groups of x (tokens, in) from input `first` on, for
+    TOKENS tokens from `start` on.
 
-    columns: (inputs of the groups, TOKENS), room for them transposed.
+    columns: (inputs of the groups, TOKENS), space for the transposed inputs.
     """
     for block in range(u64(0), u64(TOKENS), u64(LANES)):
         for i in range(u64(4 * GROUPS)):
@@ -66,7 +66,7 @@ def dot_tables_2_4(
     """y = x Sᵀ of 2:4 in the bits of bfloat16, with AVX-512 only.
 
     values: (out, in/2); positions: (out, in/8); x: (tokens in whole 64s, in); y: (tokens, out);
-    memory: (parts, TABLE_ROWS + rows of a tile, TOKENS), float32, aligned to 64 bytes: a table and
+    memory: (parts, TABLE_ROWS + rows per tile, TOKENS), float32, aligned to 64 bytes: a table and
     sums for each part, which computes some of the tiles.
     """
     out = u64(values.shape[0])
@@ -92,7 +92,7 @@ def dot_tables_2_4(
                     prefetch(row, u64(0), ROWS_AHEAD * values.shape[1] * 2)
                     prefetch(codes, u64(0), ROWS_AHEAD * positions.shape[1])
                     add_tabulated(row, codes, table, sums[o - first])
-            # By blocks, whose outputs for a token share a cache line.
+            # By blocks of outputs, which for one token share a cache line.
             for block in range(first, last, u64(LANES)):
                 for t in range(start, min(start + u64(TOKENS), tokens)):
                     for o in range(block, min(block + u64(LANES), last)):

@@ -10,15 +10,15 @@ int32 (out/8, steps, 32, words): 8 rows, steps of 32·words inputs, and the 32 l
 import torch
 from torch import Tensor
 
-# The rows of a tile, and the lanes that share a row.
+# Rows per tile, and lanes per row.
 ROWS = 8
 LANES = 4
-# The inputs of a word in all lanes of a row.
+# The number of inputs that a row's lanes hold in one word each.
 INPUTS = 32
 
 
 def tiled(nibbles: Tensor) -> Tensor:
-    """Codes in the order of the operators, by the operator for it.
+    """Put nibbles into this order, by torch's operator.
 
     Args:
         nibbles: uint8 (out, n), on CUDA. 8 divides out, and 32 divides n.
@@ -33,7 +33,7 @@ def rows_of(tiles: Tensor, rows: Tensor | slice) -> Tensor:
     """The nibbles of some rows, uint8 (rows, n).
 
     Args:
-        tiles: codes in the order of the operators.
+        tiles: codes in this order.
         rows: indices (rows,), or a slice of whole tiles.
     """
     count, steps, _, words = tiles.shape

@@ -1,7 +1,7 @@
 """Kernels that compute a whole layer, y = x (S + u v)ᵀ + b, without gradients.
 
-A layer has one of them. What a kernel prepares from the tensors of the layer, such as codes in
-another order, belongs to the kernel.
+Each layer has one kernel, which holds whatever it prepares from the tensors of the layer, such as
+codes in another order.
 """
 
 import logging
@@ -27,34 +27,34 @@ from hasslefree.packed.spec import LayerSpec
 if TYPE_CHECKING:
     from hasslefree.packed.linear import SparseLowRankLinear
 
-# The codes and scales of an S on a grid, as a backend multiplies by them.
+# The codes and scales of S on a grid, in the form that a backend multiplies by.
 Operands = Int4 | Int8 | ByteCodes
 # The addresses and versions of a layer's tensors.
 Key = tuple[tuple[int, int], ...]
 logger = logging.getLogger(__name__)
-# Entries of u and v that one thread multiplies faster than torch starts several.
+# The most entries of u and v that one thread multiplies faster than torch starts several threads.
 MAX_FACTORS = 1 << 19
 
 
 class Kernel:
-    """A way to compute a whole layer. This one computes none."""
+    """A kernel for a whole layer. The base class computes no layer."""
 
     @property
     def bytes(self) -> int:
-        """The memory of what the kernel has prepared."""
+        """Memory used by what the kernel has prepared, in bytes."""
         return 0
 
     def product(self, layer: "SparseLowRankLinear", x: Tensor) -> Tensor | None:
-        """Compute the layer, and prepare for it if necessary: (..., in) → (..., out); None if the
-        kernel cannot. No gradient is needed.
+        """Compute the layer without gradients, after preparing for it if necessary: (..., in) →
+        (..., out); None if the kernel cannot.
         """
         return None
 
     def release(self, layer: "SparseLowRankLinear") -> None:
-        """Give the tensors that the kernel has taken back to the layer."""
+        """Return to the layer the tensors that the kernel has taken."""
 
     def lock(self) -> AbstractContextManager[Any]:
-        """While one thread holds the lock, no other takes or releases tensors."""
+        """A lock: while one thread holds it, no other thread takes or releases tensors."""
         return nullcontext()
 
 
@@ -69,12 +69,12 @@ def kernel_for(spec: LayerSpec) -> Kernel:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `NumbaKernel` makes of the tensors of a layer.
+    """The arrays that `NumbaKernel` prepares from the tensors of a layer.
 
     Args:
         key: of the tensors.
-        tensors: what the key names; while they are held, no other tensor gets their addresses.
-        sparse: S; and L and the bias as well, unless the factors are codes.
+        tensors: the tensors, held so that no others get their addresses.
+        sparse: S; also L and the bias, unless the factors are codes. None if not possible.
         factors: L and the bias, if the factors are codes that one thread multiplies.
     """
 
@@ -88,7 +88,7 @@ NOTHING = Prepared()
 
 
 class NumbaKernel(Kernel):
-    """The backend `numba` with a few tokens: a call for the whole layer, or where the factors are
+    """The backend `numba` for a few tokens: one call for the whole layer or, if the factors are
     codes, one for S and one for L.
     """
 
@@ -97,7 +97,7 @@ class NumbaKernel(Kernel):
 
     @property
     def bytes(self) -> int:
-        """Without the scales and the bias of coded factors in float32."""
+        """As in `Kernel`, without the float32 scales and bias of coded factors."""
         sparse = self.prepared.sparse
         return 0 if sparse is None else sparse.bytes
 
@@ -106,7 +106,7 @@ class NumbaKernel(Kernel):
             return None
         if is_traced(x) or not takes_few(x) or not x.is_cpu:
             return None
-        values = layer._parameters["values"]  # no look-up by the module: a token takes little time
+        values = layer._parameters["values"]  # faster than `layer.values`
         assert values is not None
         if x.shape[-1] != layer.in_features or x.dtype != values.dtype:
             return None
@@ -136,8 +136,8 @@ class NumbaKernel(Kernel):
 
 
 def prepare(layer: "SparseLowRankLinear", key: Key) -> Prepared:
-    """Make the arrays of a layer whose tensors have this key; none if a tensor is not contiguous in
-    the memory of the CPU.
+    """Make the arrays of a layer whose tensors have this key, unless a tensor is on another device
+    than the CPU or is not contiguous.
     """
     tensors = tensors_of(layer)
     if not all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
@@ -153,16 +153,15 @@ def prepare(layer: "SparseLowRankLinear", key: Key) -> Prepared:
 
 @dataclass(frozen=True)
 class PreparedCodes:
-    """What `CodesKernel` makes of the tensors of a layer.
+    """The operands that `CodesKernel` prepares from the tensors of a layer.
 
     Args:
-        key: of the tensors that the layer has left.
-        tensors: these, held so that no other tensor takes their addresses; none if nothing was made
-            of them.
+        key: of the tensors that remain in the layer.
+        tensors: these tensors, held so that no others get their addresses; empty without operands.
         operands: the codes and scales; None if another backend multiplies.
-        index: of these codes, even if the layer gets another.
+        index: of these codes, kept in case the layer gets another index.
         factors: L and the bias, if one thread multiplies them for a few tokens on a CPU.
-        takes_few: a few tokens on a CPU need none of torch's products with L.
+        takes_few: True if a few tokens on a CPU need no product of torch with L.
     """
 
     key: Key = ()
@@ -177,13 +176,12 @@ NO_CODES = PreparedCodes()
 
 
 class CodesKernel(Kernel):
-    """The backends `backends.OF_CODES` for an S on a grid, whose pruned entries get the codes of
-    their zeros.
+    """The backends `backends.OF_CODES`, for S on a grid. Pruned entries get the codes of zeros.
 
-    The kernel takes the buffer `weight_packed` of the layer, whose codes it holds in the order of
-    torch's operators or in a byte each, so that one copy of the codes is in memory. `release`
-    returns them. While the kernel holds codes, the buffer is None. Reading the tensors of the layer
-    releases them, also while they are prepared: therefore one thread may take the lock twice.
+    The kernel takes the buffer `weight_packed` from the layer and holds the codes in the order of
+    torch's operators or in a byte each, so that memory has one copy of them. Meanwhile the buffer
+    of the layer is None; `release` restores it. Reading the tensors of the layer calls `release`,
+    also during preparation, so the lock is reentrant.
     """
 
     def __init__(self) -> None:
@@ -196,7 +194,7 @@ class CodesKernel(Kernel):
         return 0 if operands is None else operands.bytes
 
     def lock(self) -> AbstractContextManager[Any]:
-        if torch.compiler.is_compiling():  # it cannot trace a lock
+        if torch.compiler.is_compiling():  # a lock cannot be traced
             return nullcontext()
         return self.taking
 
@@ -204,12 +202,12 @@ class CodesKernel(Kernel):
         if layer.backend not in (None, *backends.OF_CODES) or layer.wide_factors:
             return None
         weight_scale = layer._parameters.get("weight_scale")
-        if weight_scale is None:  # a tensor stands for it, as within `functional_call`
+        if weight_scale is None:  # replaced by a tensor, as in `functional_call`
             return None
         if x.dtype != weight_scale.dtype or x.shape[-1] != layer.in_features:
             return None
         if self.prepared.operands is not None and layer._buffers["weight_packed"] is not None:
-            return None  # other codes stand for those that are held, until these are asked for
+            return None  # the layer has got new codes since
         flat = x.reshape(-1, x.shape[-1])
         traced = is_traced(x)
         prepared = self.prepared
@@ -238,7 +236,7 @@ class CodesKernel(Kernel):
         return y.view(shape)
 
     def _prepare(self, layer: "SparseLowRankLinear") -> PreparedCodes:
-        """Take the codes of the layer, if this is its backend and no other thread has done so."""
+        """Take the codes of the layer, unless another backend or thread has them."""
         if self.prepared.key == key_of(layer):
             return self.prepared
         self.release(layer)
@@ -254,6 +252,7 @@ class CodesKernel(Kernel):
         return self.prepared
 
     def _take(self, layer: "SparseLowRankLinear", backend: str) -> PreparedCodes:
+        """Take the codes of the layer and convert them for a backend."""
         tensors = layer.tensors()
         spec = layer.spec
         assert spec.grid is not None
@@ -284,14 +283,14 @@ class CodesKernel(Kernel):
             return
         codes = prepared.operands.all_codes()
         assert prepared.index is not None
-        with torch.inference_mode(False):  # a buffer that can be changed in place later
+        with torch.inference_mode(False):  # so that the buffer can be changed in place
             layer._buffers["weight_packed"] = layer.spec.pack(codes, prepared.index)
         self.prepared = NO_CODES
 
 
 def factor_arrays(layer: "SparseLowRankLinear") -> FactorArrays | None:
-    """L and the bias of a layer as arrays; None without L, or if torch multiplies a few tokens by L
-    faster than one thread of Numba.
+    """L and the bias of a layer as arrays; None without L, or if torch is faster than one thread of
+    Numba for a few tokens.
     """
     u = layer.low_rank_u
     v = layer.low_rank_v
@@ -326,7 +325,7 @@ def tensors_of(layer: "SparseLowRankLinear") -> tuple[Tensor, ...]:
 
 @cache
 def log_slower(obstacle: str) -> None:
-    """Log once why layers are slow."""
+    """Log, once per reason, why layers are slow."""
     logger.warning(
         "S is unpacked at every call, which is slow (%s); the backend unpacked (--backend unpacked)"
         " is faster, and takes the memory of the dense model",
