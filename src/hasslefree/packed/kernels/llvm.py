@@ -81,6 +81,7 @@ class Array:
     ):
         self.builder = builder
         self.dtype = kind.dtype
+        self.align = kind.dtype.bitwidth // 8
         self.structure = context.make_array(kind)(context, builder, value)
 
     def pointer(self, at, to):
@@ -92,23 +93,13 @@ class Array:
         element = self.builder.gep(self.structure.data, [offset])
         return self.builder.bitcast(element, to.as_pointer())
 
-    def load(
-        self,
-        at,
-        to,
-        align,
-    ):
+    def load(self, at, to):
         """Read a number or a register of the type `to` from array[at]."""
-        return self.builder.load(self.pointer(at, to), align=align)
+        return self.builder.load(self.pointer(at, to), align=self.align)
 
-    def store(
-        self,
-        value,
-        at,
-        align,
-    ):
+    def store(self, value, at):
         """Write a number or a register to array[at]."""
-        self.builder.store(value, self.pointer(at, value.type), align=align)
+        self.builder.store(value, self.pointer(at, value.type), align=self.align)
 
 
 class Registers:
@@ -216,6 +207,11 @@ def call(
     return builder.call(function, arguments, fastmath=fastmath)
 
 
+def plus(builder, number, constant):
+    """number + constant, for an integer of any type."""
+    return builder.add(number, number.type(constant))
+
+
 def with_products(
     builder,
     total,
@@ -283,7 +279,7 @@ def store_totals(
     for number in range(sums.rows * sums.tokens):
         i, j = divmod(number, sums.tokens)
         register = sums[number]
-        target = y.pointer([builder.add(t, t.type(j)), builder.add(o, o.type(i))], FLOAT)
+        target = y.pointer([plus(builder, t, j), plus(builder, o, i)], FLOAT)
         total = call(builder, TOTAL, FLOAT, [FLOAT(0.0), register], fastmath=("reassoc",))
         builder.store(total, target)
 

@@ -3,7 +3,15 @@
 from llvmlite import ir
 from numba import types
 
-from hasslefree.packed.kernels.llvm import INDEX, INT32, WIDE, instruction, native, with_products
+from hasslefree.packed.kernels.llvm import (
+    INDEX,
+    INT32,
+    WIDE,
+    instruction,
+    native,
+    plus,
+    with_products,
+)
 
 BIT = ir.IntType(1)
 # Inputs per word of a mask, which are multiplied together.
@@ -17,7 +25,7 @@ def load_word(
     at,
 ):
     """Load four bytes, wherever they begin."""
-    return codes.load([at], INT32, align=1)
+    return codes.load([at], INT32)
 
 
 def expand_span(
@@ -34,7 +42,7 @@ def expand_span(
     registers = []
     for first in range(0, SPAN, lanes):
         part = builder.trunc(builder.lshr(mask, mask.type(first)), ir.IntType(lanes))
-        register = values.load([at], vector, align=bits // 8)
+        register = values.load([at], vector)
         if WIDE:  # in a register: the instruction that expands from memory is slow on Zen
             copy = ir.FunctionType(vector, [vector])
             register = builder.asm(copy, "", "=v,0", [register], False)
@@ -63,8 +71,8 @@ def expand(
     values.
     """
     for number, register in enumerate(expand_span(builder, values, at, mask)):
-        column = builder.add(base, base.type(number * register.type.count))
-        row.store(register, [column], align=values.dtype.bitwidth // 8)
+        column = plus(builder, base, number * register.type.count)
+        row.store(register, [column])
 
 
 @instruction(
@@ -89,9 +97,9 @@ def add_expanded(
     """
     for part, register in enumerate(expand_span(builder, values, at, mask)):
         column = builder.mul(span, span.type(SPAN))
-        column = builder.add(column, span.type(part * register.type.count))
+        column = plus(builder, column, part * register.type.count)
         for j in range(sums.tokens):
-            token = builder.add(t, t.type(j))
-            inputs = x.load([token, column], register.type, align=1)
+            token = plus(builder, t, j)
+            inputs = x.load([token, column], register.type)
             sums[j] = with_products(builder, sums[j], register, inputs)
     return sums

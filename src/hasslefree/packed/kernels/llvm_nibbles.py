@@ -14,6 +14,7 @@ from hasslefree.packed.kernels.llvm import (
     everywhere,
     instruction,
     native,
+    plus,
     with_products,
 )
 
@@ -34,7 +35,7 @@ def nibbles_from(
     """One nibble from each of 16 bytes of the codes, from byte first + offset on, as a register.
     shift: 0 for the lower nibble, 4 for the upper one.
     """
-    octets = codes.load([builder.add(first, first.type(offset))], BYTES, align=1)
+    octets = codes.load([plus(builder, first, offset)], BYTES)
     wide = builder.zext(octets, WORDS)
     return builder.and_(builder.lshr(wide, everywhere(shift)), everywhere(15))
 
@@ -97,13 +98,13 @@ def unpack_pairs(
     for row in range(0, 4 * LANES, LANES):
         shift = row // (2 * LANES) * 4
         offset = row % (2 * LANES)
-        scale = terms.load([INT64(0), INT64(row)], FLOATS, align=4)
-        centre = terms.load([INT64(1), INT64(row)], FLOATS, align=4)
+        scale = terms.load([INT64(0), INT64(row)], FLOATS)
+        centre = terms.load([INT64(1), INT64(row)], FLOATS)
         first = value_bits(builder, code_of(0, offset, shift), scale, centre)
         second = value_bits(builder, code_of(1, offset, shift), scale, centre)
         lower = builder.lshr(first, everywhere(16))
         pair = builder.or_(lower, builder.and_(second, everywhere(0xFFFF0000)))
-        pairs.store(pair, [builder.add(at, at.type(row))], align=4)
+        pairs.store(pair, [plus(builder, at, row)])
 
 
 @instruction(
@@ -125,10 +126,10 @@ def add_entries(
     tables: float32 (steps, 16); codes: uint8, of which byte i from `first` on has the nibble of row
     i and, in the upper half, of row 32 + i.
     """
-    table = tables.load([at, at.type(0)], FLOATS, align=4)
+    table = tables.load([at, at.type(0)], FLOATS)
     for half in range(2):
-        start = builder.add(first, first.type(LANES * half))
-        low = builder.zext(codes.load([start], BYTES, align=1), WORDS)
+        start = plus(builder, first, LANES * half)
+        low = builder.zext(codes.load([start], BYTES), WORDS)
         high = builder.lshr(low, everywhere(4))
         for register, index in ((half, low), (half + 2, high)):
             # Only the four lowest bits of an index are used.
@@ -154,8 +155,8 @@ def add_scaled(
     register; terms: uint32 (groups, out), whose lower halves are the scales in bfloat16.
     """
     for i in range(sums.rows):
-        place = [group, builder.add(row, row.type(LANES * i))]
-        bits = builder.shl(terms.load(place, WORDS, align=4), everywhere(16))
+        place = [group, plus(builder, row, LANES * i)]
+        bits = builder.shl(terms.load(place, WORDS), everywhere(16))
         scale = builder.bitcast(bits, FLOATS)
         sums[i] = with_products(builder, sums[i], parts[i], scale)
     return sums
@@ -169,4 +170,4 @@ def store_rows(
 ):
     """target[: 64] = the sums of four rows, each a register. target: float32."""
     for i in range(sums.rows):
-        target.store(sums[i], [INT64(LANES * i)], align=4)
+        target.store(sums[i], [INT64(LANES * i)])

@@ -14,6 +14,7 @@ from hasslefree.packed.kernels.llvm import (
     copies,
     instruction,
     native,
+    plus,
     with_products,
 )
 
@@ -82,19 +83,19 @@ def add_products(
         select = "llvm.x86.avx512.vpermi2var.hi.512"
 
     def scaled(factor, shift=0):
-        return builder.add(builder.mul(span, span.type(factor)), span.type(shift))
+        return plus(builder, builder.mul(span, span.type(factor)), shift)
 
     inputs = []
     for j in range(sums.tokens):
-        token = builder.add(t, t.type(j))
-        low = x.load([token, scaled(2 * lanes)], stored, align=1)
-        high = x.load([token, scaled(2 * lanes, lanes)], stored, align=1)
+        token = plus(builder, t, j)
+        low = x.load([token, scaled(2 * lanes)], stored)
+        high = x.load([token, scaled(2 * lanes, lanes)], stored)
         inputs.append((low, high))
     for i in range(sums.rows):
-        row = builder.add(o, o.type(i))
-        word = codes.load([row, scaled(lanes // 4)], ir.IntType(2 * lanes), align=1)
+        row = plus(builder, o, i)
+        word = codes.load([row, scaled(lanes // 4)], ir.IntType(2 * lanes))
         selected = inputs_of_codes(builder, word, lanes)
-        factors = values.load([row, scaled(lanes)], stored, align=1)
+        factors = values.load([row, scaled(lanes)], stored)
         for j, (low, high) in enumerate(inputs):
             number = i * sums.tokens + j
             chosen = native(builder, select, stored, [low, selected, high])
@@ -117,13 +118,13 @@ def add_tabulated(
     registers = range(0, TOKENS, LANES)
     targets = [sums.pointer([INT64(first)], FLOATS) for first in registers]
     totals = [builder.load(target, align=64) for target in targets]
-    word = codes.load([INT64(0)], INT64, align=1)
+    word = codes.load([INT64(0)], INT64)
     rows = ir.ArrayType(BFLOATS, TOKENS // LANES)  # a constant length saves multiplications
     first_row = table.pointer([INT64(0)], rows)
     for g in range(GROUPS):
         code = builder.and_(builder.lshr(word, word.type(4 * g)), word.type(15))
-        row = builder.gep(first_row, [builder.add(code, word.type(g * CODES))])
-        pair = values.load([INT64(2 * g)], INT32, align=2)
+        row = builder.gep(first_row, [plus(builder, code, g * CODES)])
+        pair = values.load([INT64(2 * g)], INT32)
         factors = builder.bitcast(copies(builder, pair), BFLOATS)
         for i, total in enumerate(totals):
             source = builder.gep(row, [INT32(0), INT32(i)])

@@ -19,6 +19,7 @@ from hasslefree.packed.kernels.llvm import (
     INT32,
     call,
     instruction,
+    plus,
     popcount,
     prefetch,
     store_totals,
@@ -86,10 +87,10 @@ def add_octets(
     inputs = []
     for half, start in enumerate((first, second)):
         mask = builder.and_(builder.lshr(masks, masks.type(8 * half)), masks.type(255))
-        places = table.load([mask, mask.type(0)], EIGHT_WORDS, align=4)
-        octet = values.load([start], stored, align=values.dtype.bitwidth // 8)
+        places = table.load([mask, mask.type(0)], EIGHT_WORDS)
+        octet = values.load([start], stored)
         factors.append(expanded_octet(builder, octet, places))
-        source = x.pointer([t, builder.add(column, column.type(OCTET * half))], BYTE)
+        source = x.pointer([t, plus(builder, column, OCTET * half)], BYTE)
         # Only inputs whose place is negative are read; the others are 0.
         read = "llvm.x86.avx.maskload.ps.256"
         inputs.append(call(builder, read, EIGHT_FLOATS, [source, places]))
