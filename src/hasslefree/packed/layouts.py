@@ -296,7 +296,8 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
     without gaps, the rest of a row zeros.
     """
     count = codes.shape[-1]
-    eights = F.pad(codes.long(), (0, -count % 8)).unflatten(-1, (-1, 8))
+    padded = F.pad(codes.long(), (0, -count % 8))
+    eights = padded.unflatten(-1, (-1, 8))
     words = (eights << bits * torch.arange(8, device=codes.device)).sum(-1)
     octets = words.unsqueeze(-1).view(torch.uint8)[..., :bits].flatten(-2)
     return octets[..., : -(-count * bits // 8)]
@@ -311,7 +312,8 @@ def unpack_bits(
     rows = octets.shape[:-1]
     mask = (1 << bits) - 1
     if 8 % bits:
-        octets = F.pad(octets, (0, -octets.shape[-1] % bits)).unflatten(-1, (-1, bits))
+        octets = F.pad(octets, (0, -octets.shape[-1] % bits))
+        octets = octets.unflatten(-1, (-1, bits))
         words = F.pad(octets, (0, 8 - bits)).contiguous().view(torch.int64)
         codes = words >> bits * torch.arange(8, device=octets.device) & mask
         return codes.to(torch.uint8).flatten(-2)[..., :count]

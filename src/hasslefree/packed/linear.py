@@ -268,7 +268,8 @@ class SparseLowRankLinear(nn.Module):
         factors = self.factors()
         y = self.sparse_product(x)
         if factors is not None:
-            y = add_low_rank(y.reshape(-1, self.out_features), x, *factors).view(y.shape)
+            flat = y.reshape(-1, self.out_features)
+            y = add_low_rank(flat, x, *factors).view(y.shape)
         if self.bias is None:
             return y
         return y + self.bias

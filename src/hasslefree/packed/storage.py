@@ -134,5 +134,6 @@ def few_rows(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     if source.dim() < 2:
         yield source, target
         return
-    height = max(1, CODES // max(1, source.shape[-1], target.shape[-1]))
+    length = max(1, source.shape[-1], target.shape[-1])
+    height = max(1, CODES // length)
     yield from zip(source.split(height), target.split(height), strict=True)

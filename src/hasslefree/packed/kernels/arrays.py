@@ -120,7 +120,9 @@ def masks_of(
 
 def takes_few(x: Tensor) -> bool:
     """True if one call can compute a whole layer for these inputs (..., in)."""
-    return x.numel() <= FEW * x.shape[-1] and x.dtype in (torch.float32, torch.bfloat16)
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    return x.numel() <= FEW * x.shape[-1]
 
 
 def numba_kernels() -> Any:

@@ -177,10 +177,12 @@ def int4_product(
     v: Tensor | None = None,
 ) -> Tensor:
     """`Int4.product` on a CPU, as a function of tensors and the fields of `nibbles`."""
-    nibbles = Nibbles(bits, group, 0 if shared is None else bits - 4)
+    high = 0 if shared is None else bits - 4
+    nibbles = Nibbles(bits, group, high)
     operands = Int4(codes, terms, nibbles, shared)
     blocked = arrays.HAS_NUMBA and rows_of_block() == BLOCK
-    if nibbles.count * len(x) <= (MOST_BY_NUMBA if blocked else MOST_BY_TORCH):
+    most = MOST_BY_NUMBA if blocked else MOST_BY_TORCH
+    if nibbles.count * len(x) <= most:
         return add_low_rank(operands.few_product(x), x, u, v)
     parts = []
     for rows in operands.row_tiles():
@@ -220,7 +222,8 @@ def unpacked_rows(operands: Int4, rows: slice) -> Tensor:
         write_columns(operands.codes[few], parts)
         parts = parts.sub_(ZERO).view(-1, nibbles.count, nibbles.group, count)
         steps = parts[:, 0]
-        scale, centre = operands.terms[:, few].float().permute(2, 0, 1).unsqueeze(2)
+        terms = operands.terms[:, few].float()
+        scale, centre = terms.permute(2, 0, 1).unsqueeze(2)
         if nibbles.is_high:
             steps = steps.add_(parts[:, 1], alpha=16)
             centre = 17 * centre
@@ -275,7 +278,9 @@ def obstacle(
             f"on {device}, torch's operators take multiples of {outputs} outputs and {inputs}"
             f" inputs, and the layer has {out} and {width}"
         )
-    return without_cuda() if device == "cuda" else without_cpu()
+    if device == "cuda":
+        return without_cuda()
+    return without_cpu()
 
 
 @functools.cache

@@ -61,8 +61,8 @@ def is_known_order(rows: int, inputs: int) -> bool:
     packed = reordered(matrix.view(torch.bfloat16))
     found = values_of(packed).view(torch.int16)
     padded = F.pad(matrix, (0, -inputs % INPUTS, 0, -rows % BLOCK))
-    expected = padded.view(-1, BLOCK, padded.shape[1] // 2, 2).transpose(1, 2)
-    return torch.equal(found, expected.flatten())
+    blocks = padded.view(-1, BLOCK, padded.shape[1] // 2, 2)
+    return torch.equal(found, blocks.transpose(1, 2).flatten())
 
 
 def reordered(matrix: Tensor) -> Tensor:
