@@ -160,7 +160,7 @@ class SparseLowRankLinear(nn.Module):
         if self.spec.grid is None:
             return self.spec.unpack(self.tensors())
         if torch.compiler.is_compiling() and self._buffers["weight_packed"] is None:
-            # The kernel keeps the codes: their return, by entropy coding, cannot be traced.
+            # The kernel keeps the codes: returning them by entropy coding cannot be traced.
             return self.spec.values(self._taken().all_codes(), self._sparse_tensors())
         tensors = self.tensors()
         return self.spec.values(self.codes(tensors), tensors)

@@ -162,11 +162,17 @@ class Nibbles:
         multiples = multiples_on(x.device, 16.0 if self.is_high else 0.0)
         return (x.unflatten(1, (-1, 1, self.group)) * multiples).flatten(1)
 
-    def values(self, nibbles: Tensor, terms: Tensor) -> Tensor:
+    def values(
+        self,
+        nibbles: Tensor,
+        shared: Tensor | None,
+        terms: Tensor,
+    ) -> Tensor:
         """S (rows, in), bfloat16.
 
         Args:
-            nibbles: of its codes, uint8 (rows, count · in).
+            nibbles: uint8 (rows, count · in).
+            shared: the nibbles that high bits share, or None.
             terms: scales and centres, (groups, rows, 2) bfloat16.
         """
         parts = nibbles.view(len(nibbles), -1, self.count, self.group)
@@ -175,6 +181,10 @@ class Nibbles:
         if self.is_high:
             steps += 16 * (parts[:, :, 1].float() - ZERO)
             centre = 17 * centre
+        if shared is not None:
+            middle = ((1 << self.shared) - 1) / 2
+            high = self.high(shared).float() - middle
+            steps += 16 * high.view(steps.shape)
         return torch.addcmul(centre, steps, scale).bfloat16().flatten(1)
 
 

@@ -21,7 +21,7 @@ from hasslefree.packed.kernels import arrays, interleaved, tiles
 from hasslefree.packed.kernels.arrays import bits_of, numba_kernels
 from hasslefree.packed.kernels.codes import ZERO, Nibbles
 from hasslefree.packed.kernels.factors import add_low_rank
-from hasslefree.packed.kernels.interleaved import rows_of, rows_of_block, write_columns
+from hasslefree.packed.kernels.interleaved import rows_of, rows_of_block
 from hasslefree.packed.kernels.ops import operator
 from hasslefree.packed.kernels.rooms import BLOCK, BlockedRoom, room_for
 
@@ -107,10 +107,21 @@ class Int4:
         return tiles_of(out, width, rows_of_block(), TILE_BYTES)
 
     def codes_of_rows(self, rows: Tensor | slice) -> Tensor:
-        """The codes of some rows, uint8 (rows, in). rows: indices, or a slice of `row_tiles`."""
-        select = tiles.rows_of if self.codes.is_cuda else rows_of
+        """The codes of some rows, uint8 (rows, in). rows: indices, or a slice of whole blocks or
+        of the last rows.
+        """
+        return self.nibbles.join(*self._nibbles_of(rows))
+
+    def values(self, rows: slice) -> Tensor:
+        """Some rows of S, whole blocks or the last rows: (rows, in) bfloat16."""
+        return self.nibbles.values(*self._nibbles_of(rows), self.terms[:, rows])
+
+    def _nibbles_of(self, rows: Tensor | slice) -> tuple[Tensor, Tensor | None]:
+        """The nibbles of some rows, and those that high bits share."""
+        if self.codes.is_cuda:
+            return tiles.rows_of(self.codes, rows), None
         shared = None if self.shared is None else rows_of(self.shared, rows)
-        return self.nibbles.join(select(self.codes, rows), shared)
+        return rows_of(self.codes, rows), shared
 
     @functools.cached_property
     def high(self) -> tuple[Any, ...]:
@@ -157,11 +168,7 @@ class Int4:
             multiply = torch.ops.aten._weight_int4pack_mm
             y: Tensor = multiply(nibbles.spread(x), self.codes, nibbles.together, self.terms)
         else:
-            parts = []
-            for rows in self.row_tiles():
-                unpacked = nibbles.values(tiles.rows_of(self.codes, rows), self.terms[:, rows])
-                parts.append(F.linear(x, unpacked))
-            y = torch.cat(parts, 1)
+            y = torch.cat([F.linear(x, self.values(rows)) for rows in self.row_tiles()], 1)
         return add_low_rank(y, x, u, v)
 
 
@@ -211,28 +218,14 @@ def fill(room: BlockedRoom, operands: Int4, rows: slice) -> None:
 
 def unpacked_rows(operands: Int4, rows: slice) -> Tensor:
     """Rows of S on a CPU, whole blocks or the last rows, in this thread's workspace."""
-    nibbles = operands.nibbles
-    shape = (rows.stop - rows.start, len(operands.terms) * nibbles.group)
-    unpacked = arrays.workspace(shape, torch.bfloat16)
-    step = 4 * rows_of_block()  # rows that stay in the cache
-    for start in range(rows.start, rows.stop, step):
-        few = slice(start, min(start + step, rows.stop))
-        count = few.stop - start
-        parts = torch.empty(2 * operands.codes.shape[1], count)
-        write_columns(operands.codes[few], parts)
-        parts = parts.sub_(ZERO).view(-1, nibbles.count, nibbles.group, count)
-        steps = parts[:, 0]
-        terms = operands.terms[:, few].float()
-        scale, centre = terms.permute(2, 0, 1).unsqueeze(2)
-        if nibbles.is_high:
-            steps = steps.add_(parts[:, 1], alpha=16)
-            centre = 17 * centre
-        if operands.shared is not None:
-            high = nibbles.high(rows_of(operands.shared, few)).T.float()
-            high -= ((1 << nibbles.shared) - 1) / 2
-            steps = steps.add_(high.view(steps.shape), alpha=16)
-        values = torch.addcmul(centre, steps, scale).flatten(0, 1)
-        unpacked[start - rows.start : few.stop - rows.start] = values.T
+    width = len(operands.terms) * operands.nibbles.group
+    unpacked = arrays.workspace((rows.stop - rows.start, width), torch.bfloat16)
+    height = 4 * rows_of_block()  # rows that stay in the cache
+    start = rows.start
+    for part in unpacked.split(height):
+        stop = start + len(part)
+        part.copy_(operands.values(slice(start, stop)))
+        start = stop
     return unpacked
 
 

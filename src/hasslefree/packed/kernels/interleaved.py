@@ -33,9 +33,7 @@ def rows_of(packed: Tensor, rows: Tensor | slice) -> Tensor:
         rows: indices (rows,), or a slice of whole blocks or of the last rows.
     """
     if isinstance(rows, slice):
-        columns = torch.empty(2 * packed.shape[1], rows.stop - rows.start, dtype=torch.uint8)
-        write_columns(packed[rows], columns)
-        return columns.T.contiguous()
+        return nibbles_of(packed[rows])
     out, octets = packed.shape
     block = rows_of_block()
     whole = out - out % block
@@ -52,17 +50,14 @@ def rows_of(packed: Tensor, rows: Tensor | slice) -> Tensor:
     return codes >> (4 * is_high).to(torch.uint8).unsqueeze(1) & 15
 
 
-def write_columns(octets: Tensor, columns: Tensor) -> None:
-    """Write the nibbles of whole blocks, or of the last rows, into columns.
-
-    octets: uint8 (rows, n/2), in this order; columns: (n, rows) of any dtype.
-    """
-    width, count = columns.shape
+def nibbles_of(octets: Tensor) -> Tensor:
+    """The nibbles of whole blocks or of the last rows: uint8 (rows, n/2) → (rows, n)."""
+    count, width = octets.shape
     block = rows_of_block()
-    if count % block:  # neighbouring rows share a byte
-        halves = columns.view(width, 1, -1, 2).permute(1, 3, 0, 2)
-    else:  # the rows of the first and the second half of a block
-        halves = columns.view(width, -1, 2, block // 2).permute(1, 2, 0, 3)
-    octets = octets.reshape(len(halves), width, -1)
-    halves[:, 0] = octets & 15
-    halves[:, 1] = octets >> 4
+    is_whole = count % block == 0
+    half = block // 2 if is_whole else count // 2
+    parts = octets.reshape(-1, 2 * width, half)
+    nibbles = torch.stack([parts & 15, parts >> 4], 1)  # (blocks, 2, n, half)
+    # A byte holds nibbles of both halves of a block, or of neighbours among the last rows.
+    rows_first = (0, 1, 3, 2) if is_whole else (0, 3, 1, 2)
+    return nibbles.permute(rows_first).flatten(0, 2)
