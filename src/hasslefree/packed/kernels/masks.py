@@ -43,22 +43,29 @@ TOGETHER = 4
 
 
 @row_function
-def mask_of_pair(code, shift):
-    """The mask of a 2:4 group, by arithmetic that vectorises: the bit 1 << p of a position p with
-    the bits p₀ and p₁ is (1 + p₀)·(1 + 3·p₁).
+def mask_of_position(code):
+    """1 << p for the position p in the two low bits of a code, in arithmetic that vectorises: with
+    the bits p₀ and p₁, it is (1 + p₀)·(1 + 3·p₁).
     """
     one = u8(1)
-    code = code >> u8(shift)
-    first = (one + (code & one)) * (one + u8(3) * ((code >> one) & one))
-    second = (one + ((code >> u8(2)) & one)) * (one + u8(3) * ((code >> u8(3)) & one))
-    return first | second
+    low = code & one
+    high = (code >> one) & one
+    return (one + low) * (one + u8(3) * high)
+
+
+@row_function
+def mask_of_group(code):
+    """The mask of a 2:4 group, from the four low bits of a code."""
+    return mask_of_position(code) | mask_of_position(code >> u8(2))
 
 
 @row_function
 def mark_pairs(codes, width, mask):
     """Set the mask of a 2:4 row. codes, mask: two groups per byte."""
     for i in range(codes.shape[0]):
-        mask[i] = mask_of_pair(codes[i], 0) | (mask_of_pair(codes[i], 4) << u8(4))
+        low = mask_of_group(codes[i])
+        high = mask_of_group(codes[i] >> u8(4))
+        mask[i] = low | (high << u8(4))
     if width % 8:  # the last byte has one group
         mask[codes.shape[0] - 1] &= u8(15)
 
