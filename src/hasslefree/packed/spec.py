@@ -142,9 +142,8 @@ class LayerSpec:
         stored = unpack_codes(tensors["weight_packed"], self.grid.bits, self._stored_shape()[-1])
         if self.nonzeros == self.dense_parameters:
             return stored.view(self.shape)
-        groups = self.grid.groups(self.shape[1])
         zeros = self.zeros(tensors).to(torch.uint8)
-        codes = zeros.repeat_interleave(self.shape[1] // groups, 1)
+        codes = zeros.repeat_interleave(self.shape[1] // zeros.shape[1], 1)
         return codes.masked_scatter_(self.support(tensors[self.layout.index]), stored)
 
     def pack(self, codes: Tensor, index: Tensor) -> Tensor:

@@ -207,7 +207,7 @@ class CodesKernel(Kernel):
         if x.dtype != weight_scale.dtype or x.shape[-1] != layer.in_features:
             return None
         if self.prepared.operands is not None and layer._buffers["weight_packed"] is not None:
-            return None  # the layer has got new codes since
+            return None  # the layer has been given other codes
         flat = x.reshape(-1, x.shape[-1])
         traced = is_traced(x)
         prepared = self.prepared
@@ -236,7 +236,7 @@ class CodesKernel(Kernel):
         return y.view(shape)
 
     def _prepare(self, layer: "SparseLowRankLinear") -> PreparedCodes:
-        """Take the codes of the layer, unless another backend or thread has them."""
+        """Take the codes, if the layer has a backend for codes and no other thread took them."""
         if self.prepared.key == key_of(layer):
             return self.prepared
         self.release(layer)
