@@ -101,7 +101,8 @@ class LayerSpec:
                 "weight_input_scale": ((width,), None),
             } | positions
         codes = (*values[:-1], words_for(values[-1], self.grid.bits))
-        return {"weight_packed": (codes, torch.int32)} | self._scale_tensors(self.grid) | positions
+        tensors: TensorSpecs = {"weight_packed": (codes, torch.int32)}
+        return tensors | self._scale_tensors(self.grid) | positions
 
     def _scale_tensors(self, grid: Grid) -> TensorSpecs:
         """The scales, and the offsets or zeros, of a grid without entropy coding."""
