@@ -253,7 +253,7 @@ def exact_divergence(model: Any, segments: Tensor) -> Callable[[ProbedLayer, Ten
     dense = predictions()
 
     def divergence(layer: ProbedLayer, changed: Tensor) -> float:
-        weight = model.get_submodule(layer.full).weight
+        weight = model.get_submodule(layer.name).weight
         kept, weight.data = weight.data, changed.to(weight.dtype)
         pruned = predictions()
         weight.data = kept

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hasslefree import Grid
-from hasslefree.allocate.allocation import Choices, allocated
+from hasslefree.allocate.allocation import allocated
 from hasslefree.allocate.options import GridOptions, LayerChoice, best_combinations, joined
 from hasslefree.core.patterns import SemiStructured
 from hasslefree.planning.plan import LayerPlan
@@ -72,7 +72,7 @@ def test_a_budget_is_spent_as_well_as_by_brute_force(seed):
         best.add(min(everything, key=lambda found: found[1] + price * found[0]))
     assert len(best) > 3
     for room, least in best:
-        plan = allocated(Choices([joined(choices)]), room)
+        plan = allocated([{}, joined(choices)], room)
         [layers] = plan.blocks
         assert list(layers) == list(choices)
         assert layers["q"].grid == layers["k"].grid

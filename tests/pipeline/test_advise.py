@@ -117,7 +117,7 @@ def test_uniform_plans_have_the_largest_rank_within_the_size(size):
 def probed(weight, x, gradients, grid):
     gram = Gram.from_activations(x)
     prepared = probe_method(grid).prepare(gram)
-    return ProbedLayer("l", "m.l", weight, gram, prepared, x, gradients, len(x), 0, ALONE), gram
+    return ProbedLayer("m.l", weight, gram, prepared, x, gradients, len(x), 0, ALONE), gram
 
 
 def test_what_bits_and_ranks_lose():

@@ -20,18 +20,10 @@ from hasslefree.models.walk import Walk
 from hasslefree.planning.plan import LayerPlan, Plan
 from hasslefree.recipe.resolve import Resolved
 
-
-@dataclass(frozen=True)
-class Choices:
-    """The choice of each matrix, as a `Plan` has plans."""
-
-    blocks: Sequence[Mapping[str, LayerChoice]] = ()
-    ends: Mapping[str, LayerChoice] = field(default_factory=dict)
-
-    @property
-    def parts(self) -> list[Mapping[str, LayerChoice]]:
-        """Those of the ends, and of each block."""
-        return [self.ends, *self.blocks]
+# The choice of each matrix by name, in the order of `Plan.parts`.
+Choices = Sequence[Mapping[str, LayerChoice]]
+# A ladder: the index in `Plan.parts`, the unit of matrices, and the name of the ladder.
+LadderKey = tuple[int, str, str]
 
 
 @dataclass(frozen=True)
@@ -52,12 +44,12 @@ class Allocation:
     sensitivities: dict[str, float] | None = None
     output_weights: Mapping[str, Tensor] = field(default_factory=dict)
     look_ups: Mapping[str, float] = field(default_factory=dict)
-    choices: Choices = field(default_factory=Choices)
+    choices: Choices = ()
 
     def divergence(self, plan: Plan) -> float:
         """The estimated divergence of predictions with a plan, summed over layers, in nats."""
         total = 0.0
-        for choices, plans in zip(self.choices.parts, plan.parts, strict=True):
+        for choices, plans in zip(self.choices, plan.parts, strict=True):
             for name, choice in choices.items():
                 total += choice.loss(plans[name])
         return total
@@ -81,7 +73,7 @@ class Inspection:
         sparse = layer.changed(plan.kept, None)
         weights = layer.output_weights()
         if weights is not None:
-            self.output_weights[layer.full] = weights.cpu()
+            self.output_weights[layer.name] = weights.cpu()
         options = budget_options(layer.weight, sparse, layer.gram, plan)
         residual = layer.weight.to(sparse.dtype) - sparse
         return options, layer.rate(sparse) * layer.gram.expected_loss(residual)
@@ -112,15 +104,15 @@ def by_sensitivity(
             choices_of[name] = LayerChoice(options, sensitivity, resolved.unit(name))
             by_name[f"{walk.blocks.prefix(index)}.{name}"] = sensitivity
         blocks.append(joined(choices_of))
-    choices = Choices(blocks, joined(ends.choices(resolved)))
+    choices = [joined(ends.choices(resolved)), *blocks]
     dealt = allocated(choices, room)
     return Allocation(dealt, by_name, inspection.output_weights, ends.look_ups, choices)
 
 
 def allocated(choices: Choices, room: int) -> Plan:
     """The plan that loses least within a number of bytes."""
-    ladders: dict[tuple[int, str, str], Ladder] = {}
-    for index, matrices in enumerate(choices.parts):
+    ladders: dict[LadderKey, Ladder] = {}
+    for index, matrices in enumerate(choices):
         for choice in matrices.values():
             for axis, ladder in choice.options.ladders.items():
                 key = index, choice.unit, axis
@@ -130,12 +122,14 @@ def allocated(choices: Choices, room: int) -> Plan:
     return plan_after(choices, greedy_allocate(ladders, room - bottom.size))
 
 
-def plan_after(choices: Choices, steps: Mapping[tuple[int, str, str], int]) -> Plan:
-    """The plan after a number of steps. steps: by part, unit of matrices, and ladder."""
+def plan_after(choices: Choices, steps: Mapping[LadderKey, int]) -> Plan:
+    """The plan after a number of steps on each ladder."""
     parts: list[dict[str, LayerPlan]] = []
-    for index, matrices in enumerate(choices.parts):
-        parts.append({})
+    for index, matrices in enumerate(choices):
+        plans: dict[str, LayerPlan] = {}
         for name, choice in matrices.items():
             taken = {axis: steps[index, choice.unit, axis] for axis in choice.options.ladders}
-            parts[index][name] = choice.options.plan(taken)
-    return Plan(parts[1:], parts[0])
+            plans[name] = choice.options.plan(taken)
+        parts.append(plans)
+    ends, *blocks = parts
+    return Plan(blocks, ends)

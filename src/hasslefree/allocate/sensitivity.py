@@ -234,8 +234,7 @@ class ProbedLayer:
     """A layer of the dense model on the probes.
 
     Args:
-        name: in its block.
-        full: its name in the model.
+        name: in the model.
         weight: (out, in).
         gram: of its inputs.
         prepared: what `probe_method` prepares for `gram`, in the process that owns the layer.
@@ -249,7 +248,6 @@ class ProbedLayer:
     """
 
     name: str
-    full: str
     weight: Tensor
     gram: Gram
     prepared: Any
@@ -322,7 +320,7 @@ class ProbedLayer:
         divergence = 0.5 * self.world.total(local, first_order.device) / self.tokens
         if not math.isfinite(divergence):
             raise NonFiniteError(
-                f"the gradient at the output of layer {self.full} contains NaN or Inf; try another"
+                f"the gradient at the output of layer {self.name} contains NaN or Inf; try another"
                 f" dtype ({option('dtype', 'float32')}), or {option('allocate', 'uniform')}"
             )
         return divergence
@@ -367,11 +365,11 @@ def block_sensitivities(
         if world.rank in owners:
             prepared = probe_method(plans[group[0]].grid).prepare(gram)
         for name, owner in zip(group, owners, strict=True):
-            full = f"{visit.prefix}.{name}"
+            full_name = f"{visit.prefix}.{name}"
             weight = sites[name].weight()
             gradients = outer[name]
             layer = ProbedLayer(
-                name, full, weight, gram, prepared, rows, gradients, tokens, owner, world
+                full_name, weight, gram, prepared, rows, gradients, tokens, owner, world
             )
             inspected[name], divergence = inspect(layer, plans[name])
             if gradients is not None:

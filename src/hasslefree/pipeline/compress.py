@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hasslefree.allocate.allocation import Allocation, Choices, by_sensitivity
+from hasslefree.allocate.allocation import Allocation, by_sensitivity
 from hasslefree.allocate.owl import by_outliers
 from hasslefree.bar import with_bar
 from hasslefree.checkpoint.entries import checksum
@@ -296,7 +296,7 @@ def allocate(job: Job) -> Allocation:
         allocation = by_outliers(job.walk, plan, job.resolved, segments, job.world)
     else:
         allocation = by_sensitivity(job.walk, plan, job.resolved, job.room, segments, job.world)
-        allocation = dataclasses.replace(allocation, choices=Choices())  # others need none
+        allocation = dataclasses.replace(allocation, choices=())  # others need none
     allocation = job.world.broadcast(allocation)
     if job.world.writes:
         store_allocation(allocation, job.work)
