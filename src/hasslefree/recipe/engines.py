@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from hasslefree.core.grids import BITS, Grid
-from hasslefree.errors import GridError, option
+from hasslefree.errors import option
 
 # The kinds of grids: two are fields of `Grid`, and a grid with neither has a whole zero.
 SYMMETRIC = "symmetric"
@@ -84,17 +84,9 @@ def types_for(width: int) -> tuple[Grid, ...]:
 
 
 def type_like(grid: Grid, width: int) -> Grid:
-    """A type for rows of `width` inputs in the place of one for rows that BLOCK divides: the
-    smallest with at least as many bits.
-
-    Raises:
-        GridError: no type has such rows.
+    """The type for rows of `width` inputs, a multiple of 32, that replaces a type for rows that
+    BLOCK divides: the smallest with at least as many bits.
     """
-    if width % GROUP:
-        raise GridError(
-            f"the types of llama.cpp hold rows of a multiple of {GROUP} inputs, not of {width};"
-            f" keep the layer dense with {option('leave_dense')}"
-        )
     if width % BLOCK == 0:
         return grid
     return next(other for other in OTHER_TYPES if other.bits >= grid.bits)
