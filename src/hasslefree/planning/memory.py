@@ -104,16 +104,15 @@ class Footprint:
 
     def peaks(self) -> dict[str, str]:
         """The peak of each memory, with its largest terms, and what is available, in words."""
-        terms = {self.setup.device: self.device, RAM: self.ram}
+        memories = {self.setup.device: self.device, RAM: self.ram}
         peaks = {}
-        for device, taken in terms.items():
+        for device, taken in memories.items():
             name = "RAM" if device == RAM else str(device)
             free = free_memory(device, self.setup.processes)
             least = NAMED * total(taken)
-            listed = ", ".join(
-                f"{term} {size(amount)}" for term, amount in taken.items() if amount > least
-            )
-            peaks[f"peak of {name}"] = f"{size(total(taken))}, of {size(free)} available: {listed}"
+            terms = [f"{term} {size(amount)}" for term, amount in taken.items() if amount > least]
+            peak = f"{size(total(taken))}, of {size(free)} available: {', '.join(terms)}"
+            peaks[f"peak of {name}"] = peak
         return peaks
 
 

@@ -161,17 +161,18 @@ def select(blocks: Blocks, resolved: Resolved) -> Selection:
     misfits: list[Misfit] = []
     weights = 0
     for index, matrices in enumerate(selection.sites):
-        sites.append({})
+        fitting = {}
         for name, matrix in matrices.items():
             weights += math.prod(matrix.shape)
             check_experts(blocks, index, matrix, resolved.engine)
             try:
                 check_entropy_coding(plan_layer(blocks, index, matrix, resolved), matrix)
-                sites[index][name] = matrix
+                fitting[name] = matrix
             except (BudgetError, PatternError, GridError) as error:
                 misfits.append((matrix, error))
                 full_name = f"{blocks.prefix(index)}.{name}"
                 dense[full_name] = short_reason(error, matrix, resolved)
+        sites.append(fitting)
     refused = misfits
     if any(sites):
         refused = [misfit for misfit in misfits if not may_stay_dense(*misfit, resolved)]
@@ -179,17 +180,22 @@ def select(blocks: Blocks, resolved: Resolved) -> Selection:
         raise refusal(refused, resolved)
     if resolved.engine is not None and ENGINES[resolved.engine].fuses:
         check_fused(blocks, sites, dense)
+    ends, dense_ends = fitting_ends(blocks, resolved)
+    return Selection(blocks, tuple(sites), dense | dense_ends, ends)
+
+
+def fitting_ends(blocks: Blocks, resolved: Resolved) -> tuple[dict[str, End], dict[str, str]]:
+    """The embedding and the head to compress, by name, and why each of the others stays dense."""
     if not resolved.end_grids:
-        return Selection(blocks, tuple(sites), dense, {})
-    ends, dense_ends = select_ends(blocks, resolved.leave_dense)
-    dense |= dense_ends
+        return {}, {}
+    ends, dense = select_ends(blocks, resolved.leave_dense)
     for name, end in list(ends.items()):
         try:
             plan_end(end, resolved.end_grids[0], resolved)
         except GridError as error:
             del ends[name]
             dense[name] = short_reason(error, end, resolved)
-    return Selection(blocks, tuple(sites), dense, ends)
+    return ends, dense
 
 
 def check_entropy_coding(plan: LayerPlan, matrix: Matrix) -> None:
@@ -373,13 +379,17 @@ def make_plan(selection: Selection, resolved: Resolved, rank: int | None = None)
     step = STEP if resolved.solver.grid else 1
     blocks: list[dict[str, LayerPlan]] = []
     for index, matrices in enumerate(selection.sites):
-        blocks.append({})
+        plans = {}
         for name, matrix in matrices.items():
             fitted = resolved
             if rank is not None:
-                most = min(matrix.shape)
-                fitted = with_rank(resolved, rank if rank <= most else most // step * step)
-            blocks[index][name] = plan_layer(selection.blocks, index, matrix, fitted)
+                widest = min(matrix.shape)
+                allowed = rank
+                if rank > widest:
+                    allowed = widest // step * step
+                fitted = with_rank(resolved, allowed)
+            plans[name] = plan_layer(selection.blocks, index, matrix, fitted)
+        blocks.append(plans)
     plan = Plan(blocks, plan_ends(selection, resolved))
     if rank is None:
         check_factor_bits(resolved.factor_bits, max(layer.rank for layer in plan.layers))

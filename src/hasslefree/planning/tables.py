@@ -93,7 +93,8 @@ def layer_rows(setup: Setup) -> list[dict[str, Any]]:
     """A row for each kind of layer and plan, for JSON."""
     counts: Counter[tuple[str, LayerPlan]] = Counter()
     for plans in setup.plan.parts:
-        counts.update((name.rpartition(".")[2], layer) for name, layer in plans.items())
+        for name, layer in plans.items():
+            counts[name.rpartition(".")[2], layer] += 1
     rows = []
     for (kind, layer), count in counts.items():
         rows.append(
@@ -149,18 +150,25 @@ def layer_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
         kinds.setdefault((row["kind"], shape), []).append(row)
     layers = table(["kind", "pattern"], ["layers", "out×in", "rank", "size"], title)
     for (kind, shape), group in kinds.items():
-        bits = [row["bits"] for row in group if row["bits"]]
-        pattern = "\n".join(dict.fromkeys(row["pattern"] for row in group))
-        if len(set(bits)) > 1 and group[0]["coding"] == "entropy":
-            pattern = f"dense, entropy-coded, {span(bits, '{:g}')} bits"
-        elif len(set(bits)) > 1:
-            zeros, _, _ = group[0]["pattern"].partition(", ")
-            pattern = f"int{span(bits)}" if zeros == "dense" else f"{zeros}, int{span(bits)}"
         ranks = span([row["rank"] for row in group])
         count = sum(row["count"] for row in group)
         stored = sum(row["bytes"] for row in group)
-        layers.add_row(kind, pattern, str(count), shape, ranks, size(stored))
+        layers.add_row(kind, patterns(group), str(count), shape, ranks, size(stored))
     return layers
+
+
+def patterns(rows: Sequence[dict[str, Any]]) -> str:
+    """The patterns of some rows of `layer_rows`, each on a line; or one with the range of bits."""
+    bits = [row["bits"] for row in rows if row["bits"]]
+    if len(set(bits)) <= 1:
+        return "\n".join(dict.fromkeys(row["pattern"] for row in rows))
+    if rows[0]["coding"] == "entropy":
+        return f"dense, entropy-coded, {span(bits, '{:g}')} bits"
+    integers = f"int{span(bits)}"
+    zeros, _, _ = rows[0]["pattern"].partition(", ")
+    if zeros == "dense":
+        return integers
+    return f"{zeros}, {integers}"
 
 
 def advice_table(advice: Sequence[Advice]) -> Table:

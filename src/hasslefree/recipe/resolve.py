@@ -165,9 +165,9 @@ class Resolved(Fields):
     def to_dict(self) -> dict[str, Any]:
         """The fields of the recipe, for JSON."""
         fields = {name: getattr(self, name) for name in NAMES}
-        for name in ("calibration", "leave_dense"):
-            if isinstance(fields[name], tuple):
-                fields[name] = list(fields[name])
+        for name, value in fields.items():
+            if isinstance(value, tuple):
+                fields[name] = list(value)
         return fields
 
 
