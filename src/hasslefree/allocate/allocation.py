@@ -1,4 +1,4 @@
-"""A plan that is not uniform: the sensitivity of each layer decides its share of one budget."""
+"""Non-uniform plans: the sensitivity of each layer decides its share of one budget."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,16 +28,16 @@ LadderKey = tuple[int, str, str]
 
 @dataclass(frozen=True)
 class Allocation:
-    """A plan, and what was measured for it.
+    """A plan, and the measurements behind it.
 
     Args:
         sensitivities: by the full name of each layer, in nats per token; None if they were not
             measured.
         output_weights: of layers whose S is not on a grid, by their full names; see
             `ProbedLayer.output_weights`.
-        look_ups: for an embedding that is the head too, by its name: what is added to the diagonal
-            of the head's H (`allocate.ends`).
-        choices: empty if there were none.
+        look_ups: α by the name of an embedding tied to the head, which is added to the diagonal of
+            the head's H (`allocate.ends`).
+        choices: empty if no matrix had a choice.
     """
 
     plan: Plan
@@ -57,17 +57,17 @@ class Allocation:
 
 @dataclass
 class Inspection:
-    """Look at each layer of the dense model on the probes.
+    """Measure layers of the dense model on the probes.
 
     Args:
-        output_weights: filled in; see `Allocation`.
+        output_weights: filled by the calls; see `Allocation`.
     """
 
     resolved: Resolved
     output_weights: dict[str, Tensor] = field(default_factory=dict)
 
     def __call__(self, layer: ProbedLayer, plan: LayerPlan) -> tuple[Options, float]:
-        """The options of a layer, and its sensitivity. plan: its uniform one."""
+        """The options of a layer, and its sensitivity. plan: the uniform plan of the layer."""
         if plan.grid is not None:
             return grid_options(layer, plan, self.resolved)
         sparse = layer.changed(plan.kept, None)
@@ -84,14 +84,15 @@ def by_sensitivity(
 ) -> Allocation:
     """Spend bytes on the layers where they bring the predictions closest to the dense model's.
 
-    `sensitivities` estimates how much each layer, pruned or rounded alone, changes the predictions.
-    The spectrum of its error tells what share of that change each rank undoes, the scores of Wanda
-    what share each non-zero undoes, and the errors on other grids what each bit is worth.
+    `sensitivities` estimates how much the predictions change if one layer alone is pruned or
+    rounded. The spectrum of the layer's error gives the share of that change that each rank undoes,
+    the scores of Wanda the share that each non-zero undoes, and the errors on other grids the worth
+    of each bit.
 
     Args:
-        plan: the uniform one.
-        room: bytes for all matrices, at least those of the plan.
-        segments: those of this process, (samples, tokens).
+        plan: the uniform plan.
+        room: bytes for all matrices, at least the size of the plan.
+        segments: of this process, (samples, tokens).
     """
     inspection = Inspection(resolved)
     ends = EndProbe(walk, plan.ends, world, segments.shape[1])
@@ -110,7 +111,7 @@ def by_sensitivity(
 
 
 def allocated(choices: Choices, room: int) -> Plan:
-    """The plan that loses least within a number of bytes."""
+    """The plan with the least loss within a number of bytes."""
     ladders: dict[LadderKey, Ladder] = {}
     for index, matrices in enumerate(choices):
         for choice in matrices.values():

@@ -1,10 +1,10 @@
-"""What embedding and head lose on each grid, in nats per token, measured with the probes.
+"""The loss of embedding and head on each grid, in nats per token, measured with the probes.
 
-Both are rounded to the nearest values of one grid, with errors E. A rounded head changes the
-logits, and so the predictions, whose divergence is measured. A rounded embedding moves what enters
-the first block by Δ_t, and to second order the divergence is ½ · mean over tokens of (g_tᵀ Δ_t)²
-(`allocate.sensitivity`). Divided by tr(E H Eᵀ) and by ‖E‖², these two give a rate for the head and
-one for the embedding, at which other errors are counted. A matrix that is both thus loses
+Both are rounded to the nearest values of one grid, with errors E. The divergence of the predictions
+with a rounded head is measured. A rounded embedding moves the inputs of the first block by Δ_t, and
+to second order the divergence is ½ · mean over tokens of (g_tᵀ Δ_t)² (`allocate.sensitivity`).
+Divided by tr(E H Eᵀ) for the head and by ‖E‖² for the embedding, the divergence gives a rate, with
+which the losses of other errors are estimated. A tied matrix thus loses
 
     rate · tr(E (H + αI) Eᵀ),    α = rate of the embedding / rate of the head
 """
@@ -39,11 +39,11 @@ from hasslefree.models.walk import Walk, values_replaced
 from hasslefree.planning.plan import LayerPlan
 from hasslefree.recipe.resolve import Resolved
 
-# The bits to which both are rounded for the rates.
+# The bits to which embedding and head are rounded for the rates.
 ROUNDED_BITS = 4
-# How far the rate of an end may be from that of the uniform plan.
+# The most bits by which the rate of an end may differ from the rate in the uniform plan.
 NEAR = 0.5
-# Rows whose errors on a grid stand for those of all rows.
+# The errors of this many rows stand for the errors of all rows.
 ROWS = 2048
 
 
@@ -53,8 +53,8 @@ class EndProbe:
 
     Args:
         plans: by the name of the end.
-        seqlen: tokens of a segment.
-        look_ups: α by the name of a matrix that is both, once there are `choices`.
+        seqlen: tokens per segment.
+        look_ups: α by the name of a tied matrix, filled by `choices`.
     """
 
     walk: Walk
@@ -71,7 +71,7 @@ class EndProbe:
     def __post_init__(self) -> None:
         self.inputs = MomentSums(self.seqlen)
         if not self.plans:
-            return  # what is outside the blocks is not read for nothing
+            return  # parameters outside the blocks need not be read
         with self.walk.outside():
             for name, plan in self.plans.items():
                 weight = self.walk.model.get_parameter(f"{name}.weight").detach()
@@ -89,12 +89,12 @@ class EndProbe:
 
     @property
     def head(self) -> End | None:
-        """The one that multiplies."""
+        """The planned matrix that is a head."""
         return next((end for end in self.ends if end.head is not None), None)
 
     @property
     def embedding(self) -> End | None:
-        """The one whose rows are looked up."""
+        """The planned matrix that is an embedding."""
         return next((end for end in self.ends if end.embedding is not None), None)
 
     def at_head(
@@ -103,12 +103,12 @@ class EndProbe:
         states: Tensor,
         logits: Tensor,
     ) -> None:
-        """Add a segment's divergence of the predictions of the rounded head.
+        """Add the divergence of the predictions with the rounded head on a segment.
 
         Args:
             segment: token ids (tokens,).
             states: outputs of the last block, as `logits_of` takes them.
-            logits: the dense model's, (tokens, vocabulary).
+            logits: of the dense model, (tokens, vocabulary).
         """
         self.tokens += len(segment)
         head = self.head
@@ -131,11 +131,11 @@ class EndProbe:
         """Measure the divergence for the rounded embedding.
 
         Args:
-            segments: token ids (samples, tokens); none in a process without probes.
+            segments: token ids (samples, tokens).
             gradients: of the labels' log-likelihood with respect to the inputs of the first block.
         """
         end = self.embedding
-        if end is None or not self.tokens:
+        if end is None:
             return
         values = {f"{end.name}.weight": self.rounded[end.name]}
         before = self.walk.entering(segments)
@@ -146,11 +146,11 @@ class EndProbe:
             self.divergence_of_embedding += 0.5 * first_order.square().sum().item()
 
     def choices(self, resolved: Resolved) -> dict[str, LayerChoice]:
-        """The options of each matrix, and what it loses at most."""
+        """The options and the sensitivity of each matrix, by name."""
         return {end.name: self.choice(end, resolved) for end in self.ends}
 
     def norm(self, end: End) -> tuple[Gram, float]:
-        """The second moment that weights the errors of a matrix, and the loss per unit of it."""
+        """The second moment H that weights the error E of a matrix, and the loss per tr(E H Eᵀ)."""
         errors = self.errors[end.name]
         of_embedding = self.rate(self.divergence_of_embedding, errors.square().sum().item())
         if end.head is None:
@@ -165,17 +165,17 @@ class EndProbe:
         return with_look_ups(gram, self.look_ups[end.name]), of_head
 
     def rate(self, summed: float, error: float) -> float:
-        """The mean divergence a token for a unit of error.
+        """The mean divergence per token and unit of error.
 
         Args:
-            summed: divergence over the tokens of this process.
+            summed: divergence, summed over the tokens of this process.
         """
         device = self.walk.weights.device
         tokens = self.world.total(self.tokens, device)
         return self.world.total(summed, device) / tokens * reciprocal(error)
 
     def choice(self, end: End, resolved: Resolved) -> LayerChoice:
-        """The options of a matrix, from the errors of some of its rows."""
+        """The options and the sensitivity of a matrix, from the errors of some of its rows."""
         gram, loss_per_error = self.norm(end)
         with self.walk.outside():
             weight = self.walk.model.get_parameter(f"{end.name}.weight").detach()
@@ -186,7 +186,7 @@ class EndProbe:
         grids = [uniform.grid]
         if resolved.embedding_bits is None:
             grids = grids_like(uniform, resolved.end_grids, resolved)
-        # The loss per error is measured on an error that is alike in all inputs. That of an
+        # The loss per error is measured on an error that is alike in all inputs. The error of an
         # entropy-coded end is not: the estimate is too rough to move the end far from the layers.
         rate = uniform.grid.rate
         near = [grid for grid in grids if rate is None or abs(grid.stored_bits - rate) <= NEAR]

@@ -1,4 +1,4 @@
-"""One budget over many layers, spent step by step where a byte gains most."""
+"""One budget for many layers, spent step by step where the gain per byte is largest."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import orthonormal
 
-# If fewer eigenvalues are wanted than one in FEW of all, they come from orthogonal iteration with
+# If less than one in FEW of all eigenvalues is needed, they come from orthogonal iteration with
 # SPARE more columns and ITERATIONS steps.
 FEW = 4
 SPARE = 8
@@ -21,7 +21,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Ladder:
-    """Steps that can only be taken one after the other, each with less gain a byte than the last.
+    """Steps that can only be taken in order, each with less gain per byte than the last.
 
     Args:
         gains: (steps,) float64, on any device.
@@ -37,7 +37,7 @@ class Ladder:
         return torch.as_tensor(self.cost).expand(len(self.gains))
 
     def scaled(self, factor: float) -> "Ladder":
-        """The same steps with `factor` times the gains."""
+        """The same steps, with their gains multiplied by `factor`."""
         return Ladder(self.gains * factor, self.cost)
 
     def __add__(self, other: "Ladder") -> "Ladder":
@@ -78,10 +78,10 @@ def greedy_allocate(ladders: Mapping[Key, Ladder], budget: int) -> dict[Key, int
 
 
 def hull(points: Sequence[tuple[int, float]]) -> list[int]:
-    """Find the choices that are the best for some price of a byte.
+    """Find the choices that are best for some price per byte.
 
     They are the corners of the lower convex hull, up to the least loss: each step along them gains
-    less for a byte than the one before.
+    less per byte than the one before.
 
     Args:
         points: (bytes, loss) of each choice.
@@ -109,18 +109,18 @@ def rank_gains(
     gram: Gram,
     count: int,
 ) -> tuple[Tensor, float]:
-    """Compute by how much each further rank of L lowers tr(R H Rᵀ), R = W − S.
+    """Compute how much each further rank of L lowers tr(R H Rᵀ), R = W − S.
 
     The gains are the squared singular values of R H^½ (Eckart and Young), which are the eigenvalues
-    of A = R H Rᵀ. A small part of them comes from orthogonal iteration, which does not form A; they
-    are then slightly below the true ones.
+    of A = R H Rᵀ. A few of many eigenvalues come from orthogonal iteration, which does not form A;
+    they are then slightly below the true ones.
 
     Args:
         residual: R, (out, in).
         count: the number of ranks.
 
     Returns:
-        The gains, (count,) or fewer, float64, falling; and tr(R H Rᵀ).
+        The gains in falling order, float64 (count,) or fewer; and tr(R H Rᵀ).
     """
     matrix = gram.matrix
     residual = residual.to(matrix.dtype)
@@ -135,11 +135,11 @@ def rank_gains(
 
 
 def _all_eigenvalues(residual: Tensor, matrix: Tensor) -> Tensor:
-    """All eigenvalues of R H Rᵀ but for zeros, rising; arguments and result in float64."""
+    """All eigenvalues of R H Rᵀ except zeros, rising; arguments and result in float64."""
     out, width = residual.shape
     if out <= width:
         return torch.linalg.eigvalsh((residual @ matrix) @ residual.T)
-    # With H = F Fᵀ, those of FᵀRᵀRF are the same, and fewer.
+    # With H = F Fᵀ, FᵀRᵀRF has the same eigenvalues, and fewer zeros.
     squares, vectors = torch.linalg.eigh(matrix)
     factor = residual @ (vectors * squares.clamp_min(0).sqrt())
     return torch.linalg.eigvalsh(factor.T @ factor)

@@ -1,4 +1,4 @@
-"""The plans that one layer may get, what each of them loses, and the ladders that lead to them."""
+"""The plans that one layer may get, the loss with each, and the ladders that lead to them."""
 
 import itertools
 import math
@@ -21,20 +21,20 @@ from hasslefree.planning.plan import LayerPlan
 from hasslefree.recipe.engines import types_for
 from hasslefree.recipe.resolve import Resolved, takes_types
 
-# A layer keeps at least this share of its uniform rank and non-zeros, and gets at most this.
+# The least and the largest share of its uniform rank and non-zeros that a layer may get.
 LEAST = 0.5
 MOST = 2.0
 # A layer on a grid may choose from ranks up to this one, or as many as MOST allows.
 RANKS = 128
 # Non-zeros move in this number of steps between the two shares.
 NONZERO_STEPS = 256
-# Rows whose errors on a grid stand for those of all rows.
+# The errors of this many rows on a grid stand for the errors of all rows.
 ROWS = 256
-# The share of the error of the fewest bits up to which a grid has none.
+# An error on a grid up to this share of the error with the fewest bits counts as none.
 NO_ERROR = 1e-6
-# The rates at which errors are measured; between these, their logarithms are interpolated.
+# Rates at which errors are measured, besides the outer ones; logarithms are interpolated between.
 MEASURED_RATES = (4.0,)
-# Plans of a matrix, each with what it loses, in nats per token.
+# Plans of a matrix, each with its loss in nats per token.
 PricedPlans = list[tuple[LayerPlan, float]]
 
 
@@ -46,7 +46,7 @@ class BudgetOptions:
         uniform: the layer's plan in the uniform budget.
         first_rank: the rank below the first step.
         first_nonzeros: the non-zeros below the first step.
-        nonzeros_per_step: what a step on the ladder "nonzeros" adds.
+        nonzeros_per_step: non-zeros that a step on the ladder "nonzeros" adds.
         ladders: "rank", and "nonzeros" for an unstructured pattern.
         lost_at_bottom: the loss below the first steps.
     """
@@ -67,7 +67,7 @@ class BudgetOptions:
         return replace(plan, kept=Unstructured(count), nonzeros=count)
 
     def loss(self, plan: LayerPlan) -> float:
-        """The share of its sensitivity that the layer loses with a plan."""
+        """The loss of the layer with a plan, as a share of its sensitivity."""
         steps = {
             "rank": plan.rank - self.first_rank,
             "nonzeros": (plan.nonzeros - self.first_nonzeros) // self.nonzeros_per_step,
@@ -84,16 +84,16 @@ def budget_options(
     gram: Gram,
     plan: LayerPlan,
 ) -> BudgetOptions:
-    """Find what more ranks and non-zeros would undo of a layer's sensitivity to pruning.
+    """Find the share of a layer's sensitivity to pruning that more ranks and non-zeros undo.
 
-    A rank undoes the share of its squared singular value of R H^½, R = W − S, with the correlations
-    of H shrunk; an entry that of its score of Wanda among the entries that are removed.
+    For a rank, it is the share of its squared singular value of R H^½, R = W − S, with the
+    correlations of H shrunk; for an entry, the share of its score of Wanda among removed entries.
 
     Args:
         weight: W, (out, in).
         sparse: S of the uniform plan, without L, (out, in).
         gram: of the layer's inputs.
-        plan: the uniform one.
+        plan: the uniform plan.
     """
     dense = weight.to(gram.matrix.dtype)
     first_rank, last_rank, bytes_per_rank = _rank_bounds(plan)
@@ -129,12 +129,12 @@ def _rank_bounds(plan: LayerPlan) -> tuple[int, int, int]:
         return replace(plan, rank=rank).size
 
     bytes_per_rank = bytes_at(2) - bytes_at(1)
-    # There is nothing to win beyond the bytes of the dense layer.
+    # More bytes than the dense layer has would gain nothing.
     spare_ranks = max(plan.dense_size - plan.size, 0) // bytes_per_rank
     first = int(LEAST * plan.rank)
     last = min(int(MOST * plan.rank), plan.rank + spare_ranks, *plan.shape)
     if plan.factor_bits:
-        # The scales of u come with the first rank, and are no part of what a rank costs.
+        # The scales of u come with the first rank, and are not part of the cost of a rank.
         first = max(first, min(plan.rank, 1))
     return first, last, bytes_per_rank
 
@@ -163,8 +163,8 @@ class GridOptions:
         return self.plans[steps["plan"]]
 
     def loss(self, plan: LayerPlan) -> float:
-        """The share of its sensitivity that the layer loses with a plan; at most this, if its rank
-        is above those that were measured.
+        """The loss of the layer with a plan, as a share of its sensitivity; an upper bound for
+        ranks above the measured ones.
         """
         assert plan.grid is not None
         losses = self.losses[plan.grid]
@@ -176,7 +176,7 @@ Options = BudgetOptions | GridOptions
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """The options of a matrix, and what it loses at most.
+    """The options of a matrix, and its largest loss.
 
     Args:
         options: losses and gains are shares of the sensitivity.
@@ -190,15 +190,15 @@ class LayerChoice:
     unit: str
 
     def loss(self, plan: LayerPlan) -> float:
-        """What the matrix is estimated to lose with a plan, in nats per token."""
+        """The estimated loss of the matrix with a plan, in nats per token."""
         return self.sensitivity * self.options.loss(plan)
 
 
 def joined(choices: Mapping[str, LayerChoice]) -> dict[str, LayerChoice]:
-    """Leave matrices on grids the plans that are the best for some price of a byte.
+    """Reduce the plans of matrices on grids to those that are best for some price per byte.
 
-    Those of one unit get the same grid, but may differ in rank: their losses and their bytes are
-    summed, and plan k of one goes with plan k of the others.
+    Matrices of one unit get the same grid, but may differ in rank: their losses and their bytes are
+    summed, and plan k of one matrix goes with plan k of the others.
     """
     units: dict[str, dict[str, PricedPlans]] = {}
     losses: dict[str, Mapping[Grid, Tensor]] = {}
@@ -250,7 +250,7 @@ def _combinations_on(grid: Grid | None, members: Mapping[str, PricedPlans]) -> l
         return []
     combination = [ladder[0] for ladder in ladders]
     found = [combination]
-    # Gains per byte fall along each ladder, so that its steps come in order.
+    # Gains per byte fall along each ladder, so its steps come in order.
     for _, position in sorted(steps, reverse=True):
         combination = list(combination)
         taken = ladders[position].index(combination[position])
@@ -262,14 +262,14 @@ def _combinations_on(grid: Grid | None, members: Mapping[str, PricedPlans]) -> l
 def grid_options(
     layer: ProbedLayer, plan: LayerPlan, resolved: Resolved
 ) -> tuple[GridOptions, float]:
-    """Find what bits and ranks leave of a layer's sensitivity to rounding.
+    """Find the share of a layer's sensitivity to rounding that remains with each bits and rank.
 
-    The error on each grid is that of some rows. All rows are rounded to the uniform grid alone,
-    for the divergence of an error and for the share of it that each rank undoes: both are nearly
-    the same on all grids.
+    The error on each grid is estimated from some rows. All rows are rounded only to the uniform
+    grid, which gives the divergence per unit of error and the share of the error that each rank
+    undoes: both are nearly the same on all grids.
 
     Args:
-        plan: the uniform one, on one of the grids.
+        plan: the uniform plan, on one of the grids.
         resolved: the recipe, with the grids that the layer may get.
 
     Returns:
@@ -284,7 +284,7 @@ def grid_options(
     errors = _errors(layer, plan, grids)
     most = errors[grids[0]]
     whole = plan.grid
-    if errors[whole] <= NO_ERROR * most:  # the weights lie on it, as those of a quantised model
+    if errors[whole] <= NO_ERROR * most:  # the weights lie on the grid: the model is quantised
         whole = grids[0]
     rounded = layer.changed(plan.kept, whole)
     residual = layer.weight.to(rounded.dtype) - rounded
@@ -299,8 +299,8 @@ def grid_options(
             if rank < len(undone):
                 bits = resolved.factor_bits
                 candidate = replace(plan, grid=grid, rank=rank, factor_bits=bits)
-                # A rank that is given may make a narrow matrix larger than the dense one. So do the
-                # scales of a tiny matrix, which then has this plan alone.
+                # A given rank may make a narrow matrix larger than the dense one. So do the scales
+                # of a tiny matrix, which then has this plan alone.
                 fits = candidate.size <= candidate.dense_size
                 if resolved.rank_on_grids or fits or not plans:
                     plans.append(candidate)
@@ -312,11 +312,11 @@ def _errors(layer: ProbedLayer, plan: LayerPlan, grids: Sequence[Grid]) -> dict[
     sample = layer.sample(ROWS)
     share = len(layer.weight) / len(sample.weight)
     kept = plan.kept
-    if isinstance(kept, Unstructured):  # its count is that of all rows
+    if isinstance(kept, Unstructured):  # its count is for all rows
         kept = Unstructured(round(kept.count / share))
     if kept.kept(sample.weight.shape) < sample.weight.numel():
-        # The search for the support takes far longer than to put S on a grid, and hardly depends
-        # on it. Of the finest grid, because few values within the support become zero.
+        # The search for the support takes far longer than rounding S to a grid, and hardly depends
+        # on the grid. On the finest one, few values within the support become zero.
         kept = KnownSupport(sample.changed(kept, grids[-1]) != 0)
 
     return errors_on(grids, partial(sample.measured, kept), share)
@@ -325,11 +325,11 @@ def _errors(layer: ProbedLayer, plan: LayerPlan, grids: Sequence[Grid]) -> dict[
 def errors_on(
     grids: Sequence[Grid], measure: Callable[[Grid], BitsAndError], share: float = 1.0
 ) -> dict[Grid, float]:
-    """The errors on all grids; of entropy-coded ones, only some are measured.
+    """The errors on all grids; errors on entropy-coded grids are mostly interpolated.
 
     Args:
         grids: by rising bits.
-        share: all rows over those that are measured.
+        share: number of all rows over the number of measured rows.
     """
     ends = (grids[0], grids[-1])
     points: list[BitsAndError] = []
@@ -345,11 +345,11 @@ def errors_on(
 def interpolated(points: Sequence[BitsAndError], grids: Sequence[Grid]) -> dict[Grid, float]:
     """The errors on entropy-coded grids from measured ones.
 
-    The logarithm is linear between two points. Beyond the outer ones, it goes on as between the
-    last two, but a bit no more than quarters the error, and does not raise it: where codes of eight
-    bits do not reach the largest weights, it does less.
+    The logarithm is linear between two points. Beyond the outer points, it continues with the
+    slope of the last two, within these limits: a bit at most quarters the error, and does not raise
+    it. A bit does less if codes of eight bits do not reach the largest weights.
     """
-    known = dict(sorted(points))  # of those with the same bits, one counts
+    known = dict(sorted(points))  # one point for each number of bits
     bits = np.array(list(known))
     logarithms = np.log(np.maximum(list(known.values()), sys.float_info.min))
     slopes = np.array([-math.log(4)])
@@ -363,8 +363,8 @@ def interpolated(points: Sequence[BitsAndError], grids: Sequence[Grid]) -> dict[
 
 
 def grids_like(plan: LayerPlan, grids: Sequence[Grid], resolved: Resolved) -> list[Grid]:
-    """The grids that a matrix may get: some grids, with its group, which may be smaller than that
-    of others; or the types of llama.cpp for its rows.
+    """The grids that a matrix may get: `grids` with the group of its plan, which may be smaller
+    than that of other matrices, or the types of llama.cpp for its rows.
     """
     if takes_types(resolved):
         return list(types_for(plan.shape[1]))
@@ -373,7 +373,7 @@ def grids_like(plan: LayerPlan, grids: Sequence[Grid], resolved: Resolved) -> li
 
 
 def reciprocal(total: float) -> float:
-    """One over a sum; 0 for an empty one."""
+    """One over a sum; 0 if the sum is not positive."""
     if total > 0:
         return 1 / total
     return 0.0

@@ -31,11 +31,11 @@ def by_outliers(
     segments: Tensor,
     world: World,
 ) -> Allocation:
-    """Give each block a ratio, or a sparsity, of its own around that of the budget.
+    """Give each block its own ratio, or sparsity, around that of the budget.
 
     Args:
-        plan: the uniform one of the recipe.
-        segments: those of this process, (samples, tokens).
+        plan: the uniform plan of the recipe.
+        segments: of this process, (samples, tokens).
     """
     hidden = walk.entering(segments)
     shares: dict[int, float] = {}
@@ -81,9 +81,8 @@ def outlier_share(layers: Sequence[tuple[Tensor, Tensor]]) -> float:
     """The share of entries whose A_ij = |W_ij|·‖X_j‖ is over `MULTIPLE` times the mean of all A_ij.
 
     Args:
-        layers: W, (out, in), and diag H, (in,), of each linear layer of a block. ‖X_j‖² is the
-            number of tokens times H_jj, and that number cancels. The mean is over the entries of
-            all layers.
+        layers: W, (out, in), and diag H, (in,), of each linear layer of a block. ‖X_j‖² is H_jj
+            times the number of tokens, which cancels. The mean is over the entries of all layers.
     """
     scores = [weight.abs() * diagonal.sqrt() for weight, diagonal in layers]
     count = sum(score.numel() for score in scores)
@@ -99,9 +98,9 @@ def owl_ratios(
 ) -> tuple[float, ...]:
     """The share of its parameters that each block saves: the more outliers, the less.
 
-    What is kept grows linearly with the share of outliers, by 2λ from the block with the fewest to
-    the block with the most, and is shifted so that ρ is saved on average. All ratios lie within 2λ
-    of ρ. If all blocks have the same share, all get ρ.
+    The kept share grows linearly with the share of outliers, by 2λ from the block with the fewest
+    to the block with the most, and is shifted to save ρ on average. All ratios lie within 2λ of ρ.
+    If all blocks have the same share of outliers, all get ρ.
 
     Args:
         shares: `outlier_share` of each block.

@@ -1,5 +1,5 @@
-"""Sensitivity: how much worse the model predicts when one of its layers is pruned or rounded and
-all others are not.
+"""Sensitivity: how much the predictions of the model change if one layer alone is pruned or
+rounded.
 
 Let g_t be the gradient, with respect to a layer's output at token t, of the log-likelihood of
 labels that are drawn from the model's own predictions. To second order the divergence of the
@@ -9,7 +9,7 @@ predictions after a change ΔW of the layer is
 
 since the expectation of g gᵀ is the Fisher information (Martens, arXiv 1412.1193). One forward and
 one backward pass give g at the output of every layer. Blocks run backwards one at a time, each from
-its inputs, which are kept: never more than one block is in memory.
+its inputs, which are kept: at most one block is in memory.
 """
 
 import math
@@ -54,22 +54,21 @@ if TYPE_CHECKING:
     from hasslefree.allocate.ends import EndProbe
 
 T = TypeVar("T")
-# The bits that the codes of a matrix take, a weight, and the `expected_loss` of its error.
+# The bits per weight of the codes of a matrix, and the `expected_loss` of its error.
 BitsAndError = tuple[float, float]
-# Tokens of whose predictions labels are sampled at a time.
+# Number of tokens whose labels are sampled at a time.
 TOKENS = 256
-# The least weight of an output, relative to the mean: one that no gradient reached on the probes
-# still counts a little.
+# The least weight of an output, relative to the mean: an output that no gradient reached on the
+# probes still counts a little.
 LEAST_WEIGHT = 1e-3
-# The share by which a first look may miss the bits of an entropy-coded grid; see
-# `bits_and_error`.
+# Tolerance of the bits of an entropy-coded grid in `bits_and_error`, as a share of them.
 ROUGH = 0.1
-# Between the seeds of two segments.
+# Difference between the seeds of two segments.
 SPREAD = 0x9E3779B97F4A7C15
 
 
 def probe_method(grid: Grid | None) -> Method:
-    """A method for a first look at a layer, alone or on a grid."""
+    """A fast method that prunes a layer for the probes, or rounds it to a grid."""
     if grid is None:
         return QUICK_PRUNING
     rounds = QUICK_PRUNING.rounds
@@ -79,10 +78,10 @@ def probe_method(grid: Grid | None) -> Method:
 def bits_and_error(
     weight: Tensor, gram: Gram, prepared: Any, pattern: Pattern, grid: Grid
 ) -> BitsAndError:
-    """Take a first look at a weight (out, in), in the working dtype, on a grid.
+    """Approximate a weight (out, in), in the working dtype, on a grid by `probe_method`.
 
     Args:
-        prepared: what `probe_method` prepares for `gram`.
+        prepared: result of `probe_method(grid).prepare(gram)`.
     """
     found = approximation(probe_method(grid), weight, gram, prepared, pattern, 0, 0)
     error = gram.expected_loss(weight - found.sparse)
@@ -93,7 +92,7 @@ def bits_and_error(
 
 
 def some_rows(weight: Tensor, rows: int) -> Tensor:
-    """At most so many rows of a weight, evenly spaced."""
+    """At most `rows` rows of a weight, evenly spaced."""
     count = len(weight)
     chosen = torch.linspace(0, count - 1, min(rows, count)).long()
     return weight[chosen.to(weight.device)]
@@ -108,8 +107,8 @@ class BackwardVisit:
         states: the inputs of the block on the probes.
         gradients: with respect to the outputs of the block; after its backward pass, with respect
             to its inputs.
-        tokens: number of tokens in the probes of this process. A process without probes runs a
-            segment that does not count, and has 0.
+        tokens: number of tokens in the probes of this process; 0 in a process without probes,
+            which runs a segment that does not count.
     """
 
     visit: Visit
@@ -127,15 +126,18 @@ def sensitivities(
     seed: int = 0,
     ends: "EndProbe | None" = None,
 ) -> list[dict[str, tuple[T, float]]]:
-    """For each block, by the name of each planned layer: what `inspect` returns, a result and a
-    sensitivity.
+    """The result and the sensitivity that `inspect` returns for each planned layer, by block and by
+    name in the block.
 
     The sensitivity is an estimate of the mean over tokens of KL(dense ‖ changed) between the
-    models' predictions, in nats, on the first segments (`probes`), with this layer changed alone. A
+    models' predictions, in nats, on the first segments (`probes`), with only this layer changed. A
     layer that no gradient reaches, such as an indexer of attention, which only selects, gets the
-    mean of the others.
+    mean of the block's other layers.
 
-    segments: of this process. seed: of the labels. ends: watches embedding and head meanwhile.
+    Args:
+        segments: of this process.
+        seed: of the labels.
+        ends: watches embedding and head in the same passes.
     """
     total = round(world.total(len(segments), segments.device))
     count = len(world.local(range(probes(total, segments.shape[1]))))
@@ -167,9 +169,7 @@ def check_predictions(
     segments: Tensor,
     states: Activations,
 ) -> None:
-    """Raise a ModelError where the model's predictions cannot be had without running its blocks,
-    before any work.
-    """
+    """Raise a ModelError, before any work, if the output head cannot run without the blocks."""
     try:
         with walk.outside(), computing(walk.model, walk.outer()), torch.no_grad():
             logits_of(walk.model, walk.blocks, walk.calls, segments[0], states[0])
@@ -192,7 +192,7 @@ def gradients_of_labels(
     seed: int,
     ends: "EndProbe | None",
 ) -> Activations:
-    """The gradient of log p(label), summed over tokens, with respect to what leaves the last
+    """The gradient of log p(label), summed over tokens, with respect to the outputs of the last
     block.
     """
     gradients = states.copy()
@@ -237,7 +237,7 @@ class ProbedLayer:
         name: in the model.
         weight: (out, in).
         gram: of its inputs.
-        prepared: what `probe_method` prepares for `gram`, in the process that owns the layer.
+        prepared: result of `probe_method(…).prepare(gram)`, in the process that owns the layer.
         inputs: (rows, in). The rows are the tokens of this process's probes; for the layer of an
             expert, the tokens that were routed to it.
         gradients: of the labels' log-likelihood with respect to the outputs of the layer, (rows,
@@ -270,7 +270,7 @@ class ProbedLayer:
         return kept
 
     def measured(self, pattern: Pattern, grid: Grid) -> BitsAndError:
-        """A first look at it on a grid, the same in all processes."""
+        """`bits_and_error` of the layer, the same in all processes."""
         numbers = self.weight.new_zeros(2, dtype=widest_dtype(self.weight.device))
         if self.owner == self.world.rank:
             weight = self.weight.to(self.gram.matrix.dtype)
@@ -281,10 +281,10 @@ class ProbedLayer:
         return bits, error
 
     def output_weights(self) -> Tensor | None:
-        """The mean square of the gradient at each output over that of all outputs, at least
-        `LEAST_WEIGHT`: (out,).
+        """The mean square of the gradient at each output, relative to the mean over all outputs,
+        and at least `LEAST_WEIGHT`: (out,) in the working dtype, the same in all processes.
 
-        In the working dtype, the same in all processes; None if no gradient reaches the layer.
+        None if no gradient reaches the layer.
         """
         if self.gradients is None:
             return None
@@ -296,22 +296,24 @@ class ProbedLayer:
         return (squares / mean).clamp_min(LEAST_WEIGHT).to(self.gram.matrix.dtype)
 
     def sample(self, rows: int) -> "ProbedLayer":
-        """Some of its outputs, without gradients."""
+        """The layer with some of its outputs, without gradients."""
         return replace(self, weight=some_rows(self.weight, rows), gradients=None)
 
     def divergence(self, changed: Tensor, rows_independent: bool = False) -> float:
-        """The estimated mean KL(dense ‖ changed) a token, in nats, for another weight (out, in); 0
-        without gradient.
+        """The estimated mean KL(dense ‖ changed) per token, in nats; 0 if no gradient reaches the
+        layer.
 
-        rows_independent: the errors of two outputs are independent, as those of rounding. Their
-            products, which are 0 on average, are left out: in a model with attention sinks, few
-            tokens decide the sum, and chance would not cancel.
+        Args:
+            changed: another weight, (out, in).
+            rows_independent: the errors of two outputs are independent, as with rounding. Their
+                products, which are 0 on average, are left out: in a model with attention sinks, few
+                tokens decide the sum, and chance would not cancel.
         """
         if self.gradients is None:
             return 0.0
         change = (self.weight.to(self.gram.matrix.dtype) - changed).T
         output_change = self.inputs.to(change.dtype) @ change
-        # Of each token t, (g_t)_o (ΔW x_t)_o by output o; over outputs they sum to g_tᵀ ΔW x_t.
+        # (g_t)_o (ΔW x_t)_o for each token t and output o; the sum over outputs is g_tᵀ ΔW x_t.
         first_order = output_change.mul_(self.gradients)
         if not rows_independent:
             first_order = first_order.sum(-1)
@@ -326,10 +328,10 @@ class ProbedLayer:
         return divergence
 
     def rate(self, changed: Tensor, rows_independent: bool = False) -> float:
-        """The divergence for each unit of loss on the probes; 0 where nothing is lost. Arguments as
-        for `divergence`.
+        """The divergence per unit of loss on the probes; 0 without a loss. Arguments as for
+        `divergence`.
         """
-        # In every process, even where nothing is lost: they sum it together.
+        # Even without a loss: `divergence` sums over all processes.
         divergence = self.divergence(changed, rows_independent)
         loss = self.gram.loss(self.weight.to(changed.dtype) - changed)
         if loss == 0.0:
@@ -337,15 +339,16 @@ class ProbedLayer:
         return divergence / loss
 
 
-# Looks at a layer that has a plan: a result, and its sensitivity.
+# Measures a planned layer: returns a result, and the sensitivity of the layer.
 Inspect = Callable[[ProbedLayer, LayerPlan], tuple[T, float]]
 
 
 def block_sensitivities(
     backward: BackwardVisit, plans: Mapping[str, LayerPlan], world: World, inspect: Inspect[T]
 ) -> dict[str, tuple[T, float]]:
-    """The planned layers of one block, in the order of the plan. Afterwards the gradients have
-    passed the block.
+    """Inspect the planned layers of one block, in the order of the plan.
+
+    Overwrites the gradients with those at the inputs of the block.
     """
     visit = backward.visit
     states = backward.states
@@ -379,7 +382,7 @@ def block_sensitivities(
 
 
 class Recording:
-    """What enters and what returns to the layers of a block while it is run and differentiated.
+    """The inputs of the layers of a block, and the gradients at their outputs, in its passes.
 
     Args:
         groups: names of layers; the layers of a group read the same input.
@@ -387,7 +390,7 @@ class Recording:
     Attributes:
         inputs: of the first layer of each group, by its name: one tensor (tokens, in) per call.
         gradients: at the output of each layer: one (tokens, out) per call, in the order of the
-            calls, as its inputs; autograd comes in another order.
+            calls, like the inputs; autograd fills them in another order.
         reached: the layers that a gradient has reached.
     """
 
@@ -401,7 +404,7 @@ class Recording:
                 self.gradients[name] = []
 
     def hooks(self, block: nn.Module) -> list[Any]:
-        """Begin to record. Each of the result has `remove()`, which ends it."""
+        """Begin to record. Returns handles, whose `remove()` ends it."""
         sites = find_sites(block)
         handles = []
         for name in self.inputs:
@@ -428,8 +431,8 @@ class Recording:
 def inputs_and_gradients(
     backward: BackwardVisit, groups: list[list[str]]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
-    """What enters the first layer of each group, (tokens, in), and the gradient at the output of
-    each layer, (tokens, out), or None.
+    """The inputs (tokens, in) of the first layer of each group, and the gradient (tokens, out) at
+    the output of each layer, None if no gradient reaches it.
     """
     block = backward.visit.block
     call = backward.visit.call
