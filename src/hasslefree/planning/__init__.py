@@ -1,1 +1,1 @@
-"""Layer plans, memory and time, decided from shapes before the work begins."""
+"""Layer plans, memory and time, computed from shapes before a compression starts."""

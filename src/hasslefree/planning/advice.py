@@ -1,4 +1,4 @@
-"""A choice of bits and ranks within a size, with the loss that it is expected to cause."""
+"""A choice of bits and ranks within a size, with its expected loss."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ class Advice:
         bits: the least and the most bits of a layer; None without grids.
         rank: the least and the largest rank of a layer.
         bytes: the size of all weights of the model, including those that stay dense.
-        divergence: the estimated loss, in nats per token, before any training; for ranks above
-            those that were measured, an upper bound.
+        divergence: the estimated loss, in nats per token, before any training; an upper bound for
+            ranks above the measured ones.
     """
 
     plan: Plan = dataclasses.field(repr=False)
@@ -31,7 +31,7 @@ class Advice:
         """The advice for a plan.
 
         Args:
-            dense: the bytes of what stays dense.
+            dense: bytes of the weights that stay dense.
             divergence: see the class.
         """
         layers = plan.layers
@@ -42,7 +42,7 @@ class Advice:
         return cls(plan, bit_range, rank_range, dense + plan.size, divergence)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields but the plan, for JSON."""
+        """Return all fields except the plan, for JSON."""
         fields = dict(vars(self))
         del fields["plan"]
         return fields

@@ -1,6 +1,6 @@
-"""How long a compression takes, in products of float32 matrices: 2 · tokens · parameters for a
-forward pass, twice that for a backward pass, and 2 · out · in² for each product of a layer (out,
-in).
+"""The estimated time of a compression, from the FLOPs of float32 matrix products: 2 · tokens ·
+parameters for a forward pass, twice that for a backward pass, and 2 · out · in² for each product of
+a layer (out, in).
 """
 
 from collections.abc import Collection
@@ -12,8 +12,8 @@ from hasslefree.planning.setup import Setup
 from hasslefree.progress import ALLOCATION, CHECK, INPUTS, PREDICTIONS, PROBES, REFERENCE, SOLVING
 from hasslefree.solve.methods.joint import QUICK_PRUNING
 
-# The number of products out × in × in that take as long as a method: what it does once for a layer,
-# and each of its rounds (benchmarks/results/layers.json, and for ours whole_files_*.json).
+# The time of each method in products out × in × in: once per layer, and for each of its rounds
+# (measured: benchmarks/results/layers.json, and whole_files_*.json for ours).
 PRODUCTS = {
     "joint": (50, 1),
     "joint-grid": (50, 1),
@@ -33,14 +33,12 @@ PRODUCTS = {
     "gptq": (30, 0),
 }
 OTHERS = (6, 0)
-# The same for the descent of codes on a pruned support.
+# The products, once per layer, of the descent of codes on a pruned support.
 DESCENT = 450
 
 
 def flops_by_phase(setup: Setup) -> dict[str, float]:
-    """The floating-point operations of one process in each phase; phases without any are left
-    out.
-    """
+    """The floating-point operations per process in each phase; phases without any are omitted."""
     parameters = 0.0
     squares = 0.0
     for block, plans in zip(setup.blocks.modules, setup.plan.blocks, strict=True):
@@ -83,7 +81,7 @@ def flops_by_phase(setup: Setup) -> dict[str, float]:
 
 
 def passes(setup: Setup) -> float:
-    """How often the text runs through a block."""
+    """Number of passes of the text through a block."""
     if setup.at_once:
         return 1
     if setup.resolved.sequential == "block":
@@ -92,19 +90,19 @@ def passes(setup: Setup) -> float:
 
 
 def passes_by_group(setup: Setup) -> float:
-    """A pass for each group of layers with the same input, about one for two kinds, and one that
-    moves on.
+    """One pass for each group of layers with the same input, about half as many as kinds of layers,
+    and one for the outputs of the block.
     """
     return 1 + len(by_kind(setup.plan.blocks[0])) / 2
 
 
 def seconds_by_phase(setup: Setup, without: Collection[str] = ()) -> dict[str, float]:
-    """How long the phases of a compression should take on this machine.
+    """The expected time of each phase of a compression on this machine.
 
-    With a number of minutes, the fine-tuning takes what the phases before it leave of them.
+    If the recipe has minutes, fine-tuning takes the time that the earlier phases leave.
 
     Args:
-        without: phases that it does not run.
+        without: phases that do not run.
     """
     rate = product_rate(setup.device)
     flops = flops_by_phase(setup)

@@ -1,4 +1,4 @@
-"""What the machine has: available memory, and the rate of its matrix products."""
+"""The available memory of the machine, and the rate of its matrix products."""
 
 import ctypes
 import math
@@ -17,17 +17,17 @@ import torch
 from hasslefree.models.calibrate import pass_bytes
 from hasslefree.models.weights import trim
 
-# The control groups of this machine, and the list of those of this process
+# The control groups of this machine, and the list of the groups of this process
 # (https://man7.org/linux/man-pages/man7/cgroups.7.html).
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
-# Rows and columns of the matrices whose product is timed.
+# Rows and columns of the matrices in the timed product.
 SIDE = 1024
 
 
 def product_rate(device: torch.device) -> float:
-    """FLOPs a second of a float32 product (SIDE, SIDE) × (SIDE, SIDE), the best of five."""
-    one = torch.full((SIDE, SIDE), 0.5, device=device)  # no random numbers: a run draws its own
+    """FLOPs per second of a float32 product (SIDE, SIDE) × (SIDE, SIDE), the best of five."""
+    one = torch.full((SIDE, SIDE), 0.5, device=device)  # torch.rand would change the run's draws
     best = math.inf
     for _ in range(5):
         start = time.perf_counter()
@@ -39,12 +39,13 @@ def product_rate(device: torch.device) -> float:
 
 
 def free_memory(device: torch.device, processes: int = 1) -> int:
-    """The bytes that this process may use, including those that it uses already.
+    """The bytes that this process may use, including those already in use by it.
 
-    The processes of a machine share its RAM and its GPUs: each gets an equal part of what is left.
+    The processes on a machine share its RAM and its GPUs: each gets an equal part of the free
+    memory.
 
     Args:
-        processes: those of the run, if torchrun does not say how many are on this machine.
+        processes: as for `local_processes`.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -59,7 +60,7 @@ def free_memory(device: torch.device, processes: int = 1) -> int:
 
 
 def total_memory(device: torch.device) -> int:
-    """The bytes that the device has, whoever uses them."""
+    """The bytes of the device, free or in use."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     total = psutil.virtual_memory().total
@@ -68,10 +69,10 @@ def total_memory(device: torch.device) -> int:
 
 
 def local_processes(processes: int) -> int:
-    """The number of processes of a run on this machine, as torchrun states it.
+    """The number of processes of the run on this machine, as torchrun sets it.
 
     Args:
-        processes: the number if torchrun has not started this process, as for `hasslefree plan`.
+        processes: the number if this process was not started by torchrun, as in `hasslefree plan`.
     """
     count = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(int(count), 1) if count.isdigit() else processes
@@ -82,9 +83,8 @@ class ContainerMemory:
     """The memory of the container of this process, in bytes.
 
     Args:
-        limit: what the container may have.
-        free: what its processes leave of the limit. Pages of files that the system can drop count
-            as free.
+        limit: the most that the container may use.
+        free: the rest of the limit. Pages of files that the system can drop count as free.
     """
 
     limit: int
@@ -92,10 +92,12 @@ class ContainerMemory:
 
 
 class GroupFiles(NamedTuple):
-    """The files of a control group in one version of them.
+    """The names of the files of a control group in version 2 or 1 of control groups.
 
     Args:
-        controller: as the list of a process's groups names it; also the folder of all groups.
+        controller: its name in the list of a process's groups, and the folder of all groups.
+        limit: file with the limit, in bytes.
+        used: file with the memory in use, in bytes.
         cache: the line of memory.stat with the pages of files that the system can drop.
     """
 
@@ -112,8 +114,8 @@ VERSIONS = (
 
 
 def container_memory() -> ContainerMemory | None:
-    """The least limit of the control groups of this process, in either version of them, and the
-    least that one of them leaves; None without a limit.
+    """The smallest limit and the smallest free memory among the control groups of this process, of
+    both versions; None without a limit.
     """
     found: list[ContainerMemory] = []
     for files in VERSIONS:
@@ -130,9 +132,9 @@ def container_memory() -> ContainerMemory | None:
 
 
 def own_groups(controller: str) -> set[PurePosixPath]:
-    """The control group of this process and all that it is within, whose limits hold too.
+    """The control group of this process and all groups above it, whose limits hold too.
 
-    A container may see its own group as "/", whatever the list says.
+    A container may see its own group as "/", even if the list names another.
     """
     groups = {PurePosixPath("/")}
     try:
@@ -148,7 +150,7 @@ def own_groups(controller: str) -> set[PurePosixPath]:
 
 
 def _read_number(file: Path) -> int | None:
-    """The whole number in a file; None without one, as where the limit is "max"."""
+    """The whole number in a file; None without one, such as for the limit "max"."""
     try:
         text = file.read_text().strip()
     except OSError:
@@ -157,7 +159,7 @@ def _read_number(file: Path) -> int | None:
 
 
 def _read_statistic(folder: Path, name: str) -> int:
-    """A line of memory.stat, in bytes; 0 if it is not there."""
+    """A line of memory.stat, in bytes; 0 if it is missing."""
     try:
         lines = (folder / "memory.stat").read_text().splitlines()
     except OSError:
@@ -166,11 +168,11 @@ def _read_statistic(folder: Path, name: str) -> int:
     return int(statistics.get(name, 0))
 
 
-# Options of glibc's mallopt: the size from which each array gets memory of its own, which is
-# returned at once.
+# Options of glibc's mallopt: the size from which an array gets its own mapping, returned to the
+# system when the array is freed; and the free memory that is kept at the top of the heap.
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
-# glibc's defaults, and the values with which memory of arrays up to 64 MB is kept for the next
-# ones. That of larger arrays is not all used again: with `wanda`, a block of Llama-3.2-1B took
+# glibc's defaults, and the values that keep the memory of arrays up to 64 MB for the next ones.
+# Memory of larger arrays would not all be used again: with `wanda`, a block of Llama-3.2-1B took
 # 2.9 GB instead of 2.5 GB.
 DEFAULT = {MMAP_THRESHOLD: 128 << 10, TRIM_THRESHOLD: 128 << 10}
 KEPT = {MMAP_THRESHOLD: 1 << 26, TRIM_THRESHOLD: 2**31 - 1}
@@ -178,12 +180,11 @@ KEPT = {MMAP_THRESHOLD: 1 << 26, TRIM_THRESHOLD: 2**31 - 1}
 
 @contextmanager
 def memory_reused() -> Iterator[None]:
-    """Within it, the C library keeps the memory of freed arrays for the next ones; `trim` gives it
-    back.
+    """In this context, glibc keeps the memory of freed arrays for the next ones; `trim` returns it.
 
-    glibc asks the system for new memory for every large array, and the system then clears its pages
-    one by one, which takes a good part of a forward pass on a CPU. With other C libraries nothing
-    changes.
+    Otherwise glibc asks the system for new memory for every large array, and the system clears its
+    pages one by one, which takes a good part of a forward pass on a CPU. Other C libraries are left
+    as they are.
     """
     adjust = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if adjust is None:
@@ -200,12 +201,12 @@ def memory_reused() -> Iterator[None]:
 
 
 def in_one_pass(numbers: float, device: torch.device) -> bool:
-    """Whether a quarter of all memory, the same in every run, holds a pass of this many numbers
-    (`activation_values`).
+    """Return True if a quarter of all memory, the same in every run, holds a pass of this many
+    numbers (`activation_values`).
     """
     return pass_bytes(numbers) <= room_for_sums(device)
 
 
 def room_for_sums(device: torch.device) -> int:
-    """The bytes that sums over tokens may take at a time: a quarter of all memory, as above."""
+    """The bytes that sums over tokens may take at a time: a quarter of all memory."""
     return total_memory(device) // 4

@@ -1,6 +1,6 @@
-"""The memory that a compression takes, before it runs, and what to change if there is too little.
+"""The estimated memory of a compression, and which options to change if there is too little.
 
-It is a sum of a few named terms, from shapes alone. Every term is an upper bound.
+It is a sum of a few named terms, computed from shapes. Every term is an upper bound.
 """
 
 import logging
@@ -25,25 +25,24 @@ from hasslefree.units import FLOAT, size
 
 logger = logging.getLogger(__name__)
 
-# Bytes that Python and the libraries take, in RAM and of a GPU.
+# Memory of Python and the libraries, in bytes, in RAM and on a GPU.
 LIBRARY_BYTES = 600_000_000
-# Matrices (tokens, width of the widest layer) that a forward pass holds at a time.
+# Number of matrices (tokens, width of the widest layer) that a forward pass holds at a time.
 FORWARD = 5
-# On a CPU, the memory of a solver over that of its matrices: the C library keeps some of what was
-# freed.
+# On a CPU, the memory of a solver relative to its matrices: the C library keeps some freed memory.
 HEAP = 1.2
-# Matrices (tokens, vocabulary) held at a time when labels are drawn from predictions.
+# Number of matrices (tokens, vocabulary) held while labels are drawn from predictions.
 LOGITS = 5
-# Float32 matrices that a solver takes besides H, at most: (in, in), of `joint` and of any other
-# method; (out, in), with W; and (out + in, rank). benchmarks/memory.py measures them.
+# The most float32 matrices of a solver besides H: (in, in), for `joint` and for other methods;
+# (out, in), with W; and (out + in, rank). Measured by benchmarks/memory.py.
 SQUARES_OF_JOINT = 4
 SQUARES = 11
 ARRAYS = 13
 FACTORS = 8
 # Numbers for each trained one: the master, its unit and the two moments of Adam.
 MASTER_NUMBERS = 4
-# Bytes for each entry of an entropy-coded embedding or head while its steps are searched: in
-# float32, and codes, of two tries and as they are coded.
+# Bytes per entry of an entropy-coded embedding or head while its steps are searched: the entry in
+# float32, and codes, of two tries and while they are encoded.
 SEARCH = 10
 RAM = torch.device("cpu")
 
@@ -57,16 +56,16 @@ PROBES = "probes"
 TRAINING = "training"
 MASTERS = "masters"
 STATES = "hidden states"
-# The least share of a peak that a term is named for.
+# Terms below this share of a peak are not listed.
 NAMED = 0.02
-# Bytes by one of these names.
+# Bytes by the name of the term.
 Terms = dict[str, int]
 
 DISK = option("activations", "disk")
 UNTRAINED = option("match_predictions", 0)
 UNIFORM = option("allocate", "uniform")
-# Options that need less memory, and the terms that they do without: first those that change the
-# result least.
+# Options that need less memory, and the terms that they remove, in the order of their effect on the
+# result.
 REMEDIES = {
     DISK: (STATES,),
     f"{DISK} and the model's name or folder in the place of the loaded model": (STATES, LOADED),
@@ -78,10 +77,10 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a compression takes on one process, at most, in bytes.
+    """The most memory that one process of a compression takes, in bytes.
 
     Args:
-        device, ram: by what takes them; the same on a CPU.
+        device, ram: the terms of each memory; the same dictionary on a CPU.
     """
 
     setup: Setup
@@ -90,7 +89,7 @@ class Footprint:
 
     @property
     def fits(self) -> bool:
-        """Whether there is as much memory."""
+        """True if the available memory suffices."""
         processes = self.setup.processes
         if total(self.ram) > free_memory(RAM, processes):
             return False
@@ -103,7 +102,7 @@ class Footprint:
         return Footprint(self.setup, device, ram)
 
     def peaks(self) -> dict[str, str]:
-        """The peak of each memory, with its largest terms, and what is available, in words."""
+        """The peak of each memory with its largest terms, and the available memory, in words."""
         memories = {self.setup.device: self.device, RAM: self.ram}
         peaks = {}
         for device, taken in memories.items():
@@ -117,7 +116,7 @@ class Footprint:
 
 
 def total(terms: Terms) -> int:
-    """The bytes at the peak. Probes, the solver and training take theirs one after the other."""
+    """The bytes at the peak. Probes, solver and training take memory one after the other."""
     phases = [terms.get(name, 0) for name in (PROBES, SOLVER, TRAINING)]
     return sum(terms.values()) - sum(phases) + max(phases)
 
@@ -160,7 +159,7 @@ def estimate(setup: Setup) -> Footprint:
 
 
 def block_bytes(setup: Setup) -> int:
-    """The largest block: dense, in float32 too if its products are, and its compressed layers."""
+    """The largest block: dense, a float32 copy if its products need one, and compressed layers."""
     largest = 0
     for block, plans in zip(setup.blocks.modules, setup.plan.blocks, strict=True):
         taken = bytes_of(plans)
@@ -173,7 +172,7 @@ def block_bytes(setup: Setup) -> int:
 
 
 def logits_bytes(setup: Setup) -> int:
-    """The predictions for a segment, or for the rows of it that are measured at a time."""
+    """The predictions for a segment, or for the rows of a segment that are measured at a time."""
     rows = 0
     if setup.probe_tokens or setup.matched_tokens:
         rows = setup.seqlen
@@ -183,7 +182,7 @@ def logits_bytes(setup: Setup) -> int:
 
 
 def ends_bytes(setup: Setup) -> int:
-    """The compressed embedding and head: packed and unpacked, and the solver of some rows."""
+    """The compressed embedding and head, packed and unpacked, and the solver for some rows."""
     taken = 0
     solver = 0
     for end in setup.plan.ends.values():
@@ -223,7 +222,7 @@ def solver_bytes(setup: Setup, forward: int) -> int:
 
 
 def workspace(setup: Setup, layer: LayerPlan) -> int:
-    """What a solver takes besides H for a layer."""
+    """Memory of a solver for a layer besides H, in bytes."""
     out, width = layer.shape
     squares = SQUARES_OF_JOINT if setup.resolved.method == "joint" else SQUARES
     numbers = squares * width**2 + ARRAYS * out * width + FACTORS * (out + width) * layer.rank
@@ -232,8 +231,8 @@ def workspace(setup: Setup, layer: LayerPlan) -> int:
 
 
 def training_bytes(setup: Setup) -> int:
-    """All compressed blocks, what enters each, and what a step keeps of all or, if tight, of
-    one.
+    """All compressed blocks, the inputs of each, and the activations that a step keeps: of all
+    blocks or, if memory is short, of one.
     """
     tokens = Training().tokens(setup.seqlen)
     values = setup.activation_values(tokens)
@@ -249,8 +248,8 @@ def training_bytes(setup: Setup) -> int:
 
 
 def states_bytes(setup: Setup) -> int:
-    """The hidden states: of the calibration text, or what enters each block on the probes; and
-    those of the training and the held-out text.
+    """The hidden states of the calibration text, or the inputs of each block on the probes; and the
+    hidden states of the training and the held-out text.
     """
     probing = (2 + len(setup.plan.blocks)) * setup.probe_tokens
     tokens = max(setup.text_tokens, probing) + setup.matched_tokens + 2 * setup.checked_tokens
@@ -259,17 +258,17 @@ def states_bytes(setup: Setup) -> int:
 
 def footprint_here(setup: Setup) -> Footprint:
     """The footprint on this machine: blocks are read and written in the background only if there is
-    memory.
+    enough memory.
     """
     footprint = estimate(setup)
     return footprint if footprint.fits else footprint.without(PREFETCH)
 
 
 def check_memory(setup: Setup) -> bool:
-    """Whether blocks can be read and written in the background.
+    """Return True if blocks can be read and written in the background.
 
     Raises:
-        MemoryShortError: there is not enough memory, with what to change.
+        MemoryShortError: there is not enough memory; the message names the options to change.
     """
     footprint = footprint_here(setup)
     if not footprint.fits:
@@ -285,7 +284,7 @@ def check_memory(setup: Setup) -> bool:
 
 
 def remedy(footprint: Footprint) -> str:
-    """What to change in a compression that does not fit in memory."""
+    """The change with which a compression fits in memory, in words."""
     in_ram = replace(footprint.setup, storage="cpu")
     if estimate(in_ram).without(PREFETCH).fits:
         return f"it fits with {option('activations', 'cpu')}"
@@ -298,8 +297,8 @@ def remedy(footprint: Footprint) -> str:
 
 
 def disk_bytes(setup: Setup) -> int:
-    """The bytes that a compression takes on the disk at its largest: the folder, and for each
-    process what it converts as the model is loaded, and hidden states in a file.
+    """The most bytes that a compression takes on the disk: the folder and, for each process, the
+    weights converted while the model is loaded, and hidden states in a file.
     """
     model = setup.model
     converted = 0
@@ -316,7 +315,7 @@ def disk_bytes(setup: Setup) -> int:
 
 
 def verdict(footprint: Footprint) -> str | None:
-    """Why a compression cannot run here, and what to change; None if it can."""
+    """Why a compression cannot run here, and the remedy; None if it can."""
     setup = footprint.setup
     wrong = []
     if not footprint.fits:

@@ -1,6 +1,4 @@
-"""The plan of every layer, decided and checked before the first layer is changed: by a budget, or
-within a size.
-"""
+"""The plan of every layer, made from a budget or a size and checked before any layer is changed."""
 
 import logging
 import math
@@ -37,7 +35,7 @@ from hasslefree.units import Size
 
 logger = logging.getLogger(__name__)
 
-# Ranks within a size are multiples of STEP where S is on a grid, which suits kernels.
+# Within a size, ranks beside an S on a grid are multiples of STEP, which suits kernels.
 STEP = 8
 # Matrices that hold at most this share of the weights may be too thin for the recipe.
 THIN_SHARE = 0.05
@@ -45,16 +43,16 @@ THIN_SHARE = 0.05
 SMALLEST_GROUP = 16
 # A matrix with fewer rows is not entropy-coded.
 FEWEST_ROWS = 8
-# Bytes for what OUT holds besides weights: the tokenizer, the reports, the model card.
+# Bytes of the other files in OUT: the tokenizer, the reports, the model card.
 ROOM = 50_000_000
 
-# A matrix that cannot take the recipe, and why.
+# A matrix that the recipe does not fit, and the reason.
 Misfit = tuple[Matrix, HasslefreeError]
 
 
 @dataclass(frozen=True)
 class LayerPlan(LayerSpec):
-    """What becomes of one layer.
+    """The plan of one layer.
 
     Args:
         kept: the pattern with its exact count.
@@ -80,7 +78,7 @@ class LayerPlan(LayerSpec):
 
     @property
     def spec(self) -> LayerSpec:
-        """The same without what plans alone have."""
+        """The plan without the fields that `LayerSpec` does not have."""
         return LayerSpec(**{part.name: getattr(self, part.name) for part in fields(LayerSpec)})
 
     def like(self, spec: LayerSpec) -> "LayerPlan":
@@ -90,19 +88,17 @@ class LayerPlan(LayerSpec):
 
     @property
     def size(self) -> int:
-        """The largest bytes of its weight in the file: zeros among the kept entries are not
-        stored.
-        """
+        """The most bytes of its weight in the file: zeros among the kept entries are not stored."""
         return self.bytes(self.dtype)
 
     @property
     def dense_size(self) -> int:
-        """The bytes of its weight before."""
+        """The bytes of the dense weight."""
         return self.dense_bytes(self.dtype)
 
     @property
     def cost(self) -> float:
-        """A number to which the time of the layer is proportional: out · in².
+        """The time of the layer up to a factor: out · in².
 
         Every method spends most of its time on products out × in × in.
         """
@@ -112,7 +108,7 @@ class LayerPlan(LayerSpec):
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of all compressed matrices.
+    """The plans of all compressed matrices.
 
     Args:
         blocks: for every block, the name of a layer in it → its plan.
@@ -144,9 +140,9 @@ class Plan:
 
 
 def select(blocks: Blocks, resolved: Resolved) -> Selection:
-    """Choose the matrices to compress; a thin one that cannot take the recipe stays dense.
+    """Choose the matrices to compress; a thin one that the recipe does not fit stays dense.
 
-    Without this rule, one matrix of 4×4 would decide for the whole model.
+    Without this rule, a single 4×4 matrix would make the whole recipe fail.
 
     Raises:
         BudgetError, PatternError, GridError: the recipe does not fit matrices that hold more than
@@ -201,8 +197,8 @@ def fitting_ends(blocks: Blocks, resolved: Resolved) -> tuple[dict[str, End], di
 def check_entropy_coding(plan: LayerPlan, matrix: Matrix) -> None:
     """Raise a GridError if a matrix is to be entropy-coded and is too small for it.
 
-    The file has numbers for each column and row, with which the codes are decoded. Beside few
-    codes, they take most of the bits.
+    To decode the codes, the file stores numbers for each column and row. With few codes, these
+    numbers take most of the bits.
     """
     if plan.grid is None or plan.grid.rate is None:
         return
@@ -216,7 +212,7 @@ def check_entropy_coding(plan: LayerPlan, matrix: Matrix) -> None:
 
 
 def refusal(misfits: Sequence[Misfit], resolved: Resolved) -> HasslefreeError:
-    """The error of the narrowest of some matrices, with what would fit all of them."""
+    """The error of the narrowest of some matrices, with a remedy that fits all of them."""
     _, narrowest = min(misfits, key=lambda misfit: min(misfit[0].shape))
     if isinstance(narrowest, GridError) and resolved.engine is None and resolved.group_size:
         automatic = f"or leave out {option('group_size')}: each layer then gets one that fits"
@@ -229,8 +225,8 @@ def may_stay_dense(
     error: HasslefreeError,
     resolved: Resolved,
 ) -> bool:
-    """Say whether a matrix that cannot take the recipe stays dense however large it is: none of the
-    groups from which we choose fits its inputs.
+    """Return True if a matrix that the recipe does not fit stays dense however large it is: none of
+    the group sizes that may be chosen divides its inputs.
     """
     return isinstance(error, GridError) and (
         no_engine_group(matrix.shape[1], resolved) or group_is_open(resolved)
@@ -238,19 +234,19 @@ def may_stay_dense(
 
 
 def no_engine_group(width: int, resolved: Resolved) -> bool:
-    """Say whether an engine is asked for that has no groups for rows of `width` inputs."""
+    """Return True if the recipe names an engine without groups for rows of `width` inputs."""
     return resolved.engine is not None and width % GROUP != 0
 
 
 def group_is_open(resolved: Resolved) -> bool:
-    """Say whether the group size is the default, so that a layer may get another."""
+    """Return True if the group size is the default: a layer may then get another."""
     if resolved.engine is None:
         return resolved.group_size is None
     return resolved.group_size == ENGINES[resolved.engine].group
 
 
 def check_experts(blocks: Blocks, index: int, matrix: Matrix, engine: str | None) -> None:
-    """Raise a ModelError if an engine is asked for whose export takes no experts."""
+    """Raise a ModelError for the layer of an expert if the engine's export takes no experts."""
     if engine in (None, "transformers") or not experts_of(blocks.modules[index], matrix.name):
         return
     raise ModelError(
@@ -269,7 +265,7 @@ def check_fused(
 
     Args:
         sites: the layers to compress, by block.
-        dense: the reasons of the others, by full name.
+        dense: why each other matrix stays dense, by full name.
     """
     forms = dict.fromkeys(dense, "dense")
     for index, matrices in enumerate(sites):
@@ -335,10 +331,11 @@ def plan_ends(selection: Selection, resolved: Resolved) -> dict[str, LayerPlan]:
 
 
 def fitted_grid(grid: Grid, resolved: Resolved, width: int) -> Grid:
-    """The grid for a weight with `width` inputs: the type of llama.cpp for them, or with another
-    group if the default does not divide them.
+    """The grid for a weight with `width` inputs: a type of llama.cpp, or the grid, with another
+    group if the default does not divide the inputs.
 
-    That is the next smaller group that does, one of the engine if there is one, or the next larger.
+    The other group is the next smaller one that divides them, or else the next larger; with an
+    engine, the largest of its groups that does.
 
     Raises:
         GridError: the engine has no groups that fit.
@@ -397,20 +394,17 @@ def make_plan(selection: Selection, resolved: Resolved, rank: int | None = None)
 
 
 def plan_of(model: torch.nn.Module, selection: Selection, resolved: Resolved) -> Plan:
-    """The plan with which a compression begins.
-
-    It is that of the recipe, or the best uniform one within its size.
-    """
+    """The first plan of a compression: the recipe's, or the best uniform plan in its size."""
     if resolved.size:
         return uniform_plans(model, selection, resolved)[0]
     return make_plan(selection, resolved)
 
 
 def select_and_plan(model: torch.nn.Module, resolved: Resolved) -> tuple[Resolved, Selection, Plan]:
-    """The layers to compress, the plan with which a compression begins, and the recipe for it.
+    """The recipe, the layers to compress, and the plan at the start of a compression.
 
-    Where a size has room for far more than entropy-coded codes take, the recipe gets codes of one
-    length, unless it says how codes are stored.
+    If a size has room for far more than entropy-coded codes take, the recipe gets codes of one
+    length, unless it sets the coding.
     """
     blocks = find_blocks(model)
     selection = select(blocks, resolved)
@@ -437,7 +431,8 @@ def select_and_plan(model: torch.nn.Module, resolved: Resolved) -> tuple[Resolve
 def uniform_plans(model: torch.nn.Module, selection: Selection, resolved: Resolved) -> list[Plan]:
     """For each number of bits, the plan with the largest rank in the size, most bits first.
 
-    Raises as `layer_room`.
+    Raises:
+        BudgetError: as for `layer_room`.
     """
     least: list[tuple[Resolved, Plan]] = []
     for grid in resolved.grids or (None,):
@@ -476,10 +471,10 @@ def bytes_of(plans: Mapping[str, LayerPlan]) -> int:
 
 
 def layer_room(model: torch.nn.Module, plan: Plan, resolved: Resolved) -> int:
-    """The bytes for all layers: those of the recipe's size, or those of the plan.
+    """The bytes for all layers: from the recipe's size, or the bytes of the plan.
 
     Args:
-        plan: the smallest one.
+        plan: the smallest plan.
 
     Raises:
         BudgetError: the size is too small, or no smaller than the dense model.
@@ -494,7 +489,7 @@ def layer_room(model: torch.nn.Module, plan: Plan, resolved: Resolved) -> int:
     rest = weights_on_disk(model, plan) - used
 
     def as_size(taken: int) -> Size:
-        """The size of the user's kind, if the layers take a number of bytes."""
+        """The size in the unit of the recipe if the layers take a number of bytes."""
         if size.in_bits:
             return Size(8 * taken / weights, True)
         return Size(rest + taken)
@@ -537,8 +532,8 @@ def digest(plan: Plan) -> str:
 
 
 def bytes_to_write(model: torch.nn.Module, blocks: Blocks, plan: Plan, resolved: Resolved) -> int:
-    """The size of the folder at its largest: trained blocks are written before those that they
-    replace are removed.
+    """The largest size of the folder: trained blocks are written before the blocks they replace are
+    removed.
     """
     taken = bytes_on_disk(model, plan)
     if resolved.match_predictions:
@@ -548,13 +543,12 @@ def bytes_to_write(model: torch.nn.Module, blocks: Blocks, plan: Plan, resolved:
 
 
 def bytes_on_disk(model: torch.nn.Module, plan: Plan) -> int:
-    """The size of the folder: what stays dense, the packed layers, and room for the rest."""
+    """The size of the folder: all weights, and room for the other files."""
     return ROOM + weights_on_disk(model, plan)
 
 
 def weights_on_disk(model: torch.nn.Module, plan: Plan) -> int:
-    """The size of all tensors of a model or a block in the files: what stays dense, what is copied,
-    and the packed layers.
+    """The size of all tensors of a model or a block in the files: dense, copied and packed ones.
 
     Stored buffers count: each block of MiniMax has one of heads × 256 × 256 numbers.
     """

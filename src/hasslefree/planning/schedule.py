@@ -1,14 +1,14 @@
-"""The settings of training, and the amounts of text that it and the check of a compression read."""
+"""The settings of training, and the amounts of text for training and for the final check."""
 
 import math
 from dataclasses import dataclass
 
 # Training segments per validation segment.
 TRAINING_PER_VALIDATION = 16
-# The most passes over a text that is too short.
+# The most passes over a short text.
 MOST_PASSES = 3
-# Tokens held out to measure perplexity, the most segments, and the tokens whose predictions are in
-# memory at a time.
+# Tokens held out to measure perplexity, the most held-out segments, and the number of tokens whose
+# predictions are in memory at a time.
 HELD_OUT_TOKENS = 4096
 HELD_OUT_SEGMENTS = 32
 HELD_OUT_ROWS = 256
@@ -23,10 +23,10 @@ class Training:
             entry by that share of a typical one, whatever the units of the tensor.
         warm_up: share of the steps over which the rate grows linearly; afterwards it falls along
             half a cosine to zero.
-        retreats: how often training starts again with a third of the rate, if the first validation
-            is much worse than none: the effect of a step on the output grows with the width.
+        retreats: the most restarts with a third of the rate, if the first validation is much worse
+            than before training: the effect of a step on the output grows with the width.
         batch: tokens per step.
-        validations: how often the model is validated during training.
+        validations: number of validations during training.
     """
 
     learning_rate: float = 0.0015
@@ -49,13 +49,13 @@ class Training:
 
 
 def segments_for(tokens: int, seqlen: int) -> int:
-    """How many segments hold this number of training tokens, plus the validation segments."""
+    """The number of segments for this number of training tokens, with validation segments."""
     training = math.ceil(tokens / seqlen)
     return training + math.ceil(training / TRAINING_PER_VALIDATION)
 
 
 def trained_of(segments: int) -> int:
-    """How many of these segments are trained on; the others are for validation."""
+    """The number of these segments used for training; the others are for validation."""
     return segments * TRAINING_PER_VALIDATION // (TRAINING_PER_VALIDATION + 1)
 
 
@@ -64,14 +64,14 @@ def passes_over(
     tokens: int,
     seqlen: int,
 ) -> int:
-    """How often a text of so many segments is read to reach about a number of training tokens."""
+    """Number of passes over a text of so many segments that read about `tokens` training tokens."""
     tokens_per_pass = max(trained_of(segments), 1) * seqlen
     passes = round(tokens / tokens_per_pass)
     return min(max(passes, 1), MOST_PASSES)
 
 
 def segments_held_out(seqlen: int) -> int:
-    """The number of segments that are held out to measure perplexity, if the text has as many.
+    """The number of segments held out to measure perplexity, if the text has enough.
 
     Args:
         seqlen: tokens per segment.

@@ -1,4 +1,4 @@
-"""A compression as the planner sees it: a model, the plan of its layers, and the text it reads."""
+"""A compression as the planner sees it: a model, the plan of its layers, and amounts of text."""
 
 import math
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ class Setup:
 
     Args:
         samples: calibration segments of all processes.
-        seqlen: tokens in each.
-        width: numbers per token between blocks; None for the width of the embeddings. Blocks that
-            take more than hidden states are known only once the model has run.
+        seqlen: tokens per segment.
+        width: numbers per token between blocks; None for the width of the embeddings. It is only
+            known after a run of the model if blocks pass on more than hidden states.
     """
 
     model: PreTrainedModel
@@ -61,36 +61,36 @@ class Setup:
         return self.width or self.embeddings.embedding_dim
 
     def local_tokens(self, segments: int) -> int:
-        """Tokens of one process in segments that all processes share."""
+        """Tokens per process if all processes share these segments."""
         return math.ceil(segments / self.processes) * self.seqlen
 
     @property
     def text_tokens(self) -> int:
-        """Calibration tokens of a process."""
+        """Calibration tokens per process."""
         return self.local_tokens(self.samples)
 
     @property
     def probe_tokens(self) -> int:
-        """Tokens of a process that run through the dense model, with gradients; 0 if none do."""
+        """Tokens per process that run through the dense model with gradients; 0 without probes."""
         if self.resolved.allocate != "error":
             return 0
         return self.local_tokens(probes(self.samples, self.seqlen))
 
     @property
     def matched_tokens(self) -> int:
-        """Tokens of a process on which predictions are matched, at most; 0 if they are not."""
+        """The most tokens per process for matching predictions; 0 without matching."""
         return self.local_tokens(segments_for(self.resolved.match_predictions, self.seqlen))
 
     @property
     def checked_tokens(self) -> int:
-        """Held-out tokens, of text and of code, at most; every process runs all of them."""
+        """The most held-out tokens, of text and of code; every process runs all of them."""
         if not self.resolved.check:
             return 0
         return 2 * segments_held_out(self.seqlen) * self.seqlen
 
     @property
     def at_once(self) -> bool:
-        """Whether all segments run through a block at once, and its layers are solved meanwhile."""
+        """True if layers are solved during one pass of all segments through the block."""
         if self.resolved.sequential != "layer":
             return False
         return in_one_pass(max(self.activation_values(self.text_tokens)), self.device)
@@ -112,7 +112,7 @@ def setup_of(
     processes: int = 1,
     trust_remote_code: bool = False,
 ) -> Setup:
-    """The compression of a model by name, from its configuration alone."""
+    """The setup for a model by name, from its configuration alone."""
     resolved = recipe.resolve(with_text=False)
     check_storage(storage)
     model = load_shapes(name, recipe.dtype, trust_remote_code)

@@ -30,8 +30,8 @@ from hasslefree.units import duration, size, span, table
 
 
 def plan_summary(setup: Setup) -> dict[str, Any]:
-    """What a compression does and takes, for JSON. Sizes are in bytes; `phases` has floating-point
-    operations.
+    """The plan and the costs of a compression, for JSON. Sizes are in bytes, `phases` in
+    floating-point operations.
     """
     footprint = footprint_here(setup)
     flops = flops_by_phase(setup)
@@ -60,11 +60,11 @@ def plan_summary(setup: Setup) -> dict[str, Any]:
 
 
 def bytes_to_run(setup: Setup) -> int:
-    """The weights of the result in memory: codes of S as its kernel holds them, and everything
-    else as in the file.
+    """The bytes of the result in memory: codes of S in the format of the kernel, everything else as
+    in the file.
 
-    In bfloat16, codes are as torch's operators read them, those of pruned entries too; otherwise
-    entropy-coded ones take a byte each, and the others are as in the file.
+    In bfloat16, codes have the format of torch's operators, which includes pruned entries. In other
+    dtypes, entropy-coded codes take a byte each, and other codes are as in the file.
     """
     device = setup.device.type
     held = weights_on_disk(setup.model, setup.plan) - copied_bytes(setup.model)
@@ -114,15 +114,13 @@ def layer_rows(setup: Setup) -> list[dict[str, Any]]:
 
 
 def plan_table(setup: Setup, *more: Table) -> Group:
-    """The plan of each kind of layer, and the memory, disk and time that it takes; `more`; and
-    whether it fits.
-    """
+    """The plan of each kind of layer; its memory, disk and time; `more`; and whether it fits."""
     plan = plan_summary(setup)
     title = f"{plan['blocks']} blocks, {len(setup.plan.matrices)} layers"
     totals = Table.grid(padding=(0, 3, 0, 1), pad_edge=True)
     kept = plan["kept"]
     dense = plan["dense"]
-    if kept < dense:  # a matrix on a grid keeps all of them, in fewer bits
+    if kept < dense:  # a dense matrix on a grid keeps all parameters, in fewer bits
         share = f"{kept / 1e6:,.1f} M of {dense / 1e6:,.1f} M ({kept / dense:.1%})"
         totals.add_row("parameters kept", share)
     stored = plan["disk"] - ROOM
@@ -143,7 +141,7 @@ def plan_table(setup: Setup, *more: Table) -> Group:
 
 
 def layer_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    """A line for each kind and shape of layer. rows: from `layer_rows`."""
+    """A row for each kind and shape of layer. rows: from `layer_rows`."""
     kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         shape = "×".join(map(str, row["shape"]))
@@ -172,7 +170,7 @@ def patterns(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def advice_table(advice: Sequence[Advice]) -> Table:
-    """One line for the plan that is dealt, and one for each uniform plan."""
+    """One row for the plan chosen by layer, and one for each uniform plan."""
     headings = ("bits", "rank", "weights", "estimated KL, nats a token")
     choices = table(
         ["bits and ranks"], headings, "what the size is expected to lose, before any training"
