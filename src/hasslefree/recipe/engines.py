@@ -1,5 +1,4 @@
-"""Which grids other programs hold exactly: with the numbers that they store, and without rounding a
-value again.
+"""The grids that other programs hold exactly, without rounding any value again.
 
     engine         value of an entry               numbers of a group
     llama.cpp      code · scale + minimum          float16, in blocks of 32 (`block_of`); some types
@@ -7,13 +6,13 @@ value again.
     mlx            code · scale + bias             the model's dtype
     vllm           (code − zero) · scale           compressed-tensors: the model's dtype, and a zero
                                                    of as many bits
-    transformers   (code − middle) · scale + value torch's int4 operators: bfloat16, to which they
-                   of the middle code              round that value, and scales of a few bits
+    transformers   (code − middle) · scale + value torch's int4 operators: bfloat16 (the value is
+                   of the middle code              rounded to it), and scales of a few bits
 
-A group that is a multiple of the engine's, or a row, is held by repeating its numbers. The K types
-of llama.cpp, whose scales and minimums are small integers in units of blocks of 256 inputs, are
-grids of their own (`K_TYPES`). MLX has no whole zeros: the bias that takes their place,
-−zero · scale, has more digits than a scale.
+A group that is a multiple of the engine's group, or a row, is held by repeating its numbers. The K
+types of llama.cpp, whose scales and minimums are small integers in units of blocks of 256 inputs,
+are separate grids (`K_TYPES`). MLX has no whole zeros: the equivalent bias, −zero · scale, has more
+digits than a scale.
 """
 
 from collections.abc import Mapping
@@ -27,13 +26,13 @@ from hasslefree.errors import option
 SYMMETRIC = "symmetric"
 OFFSET = "offset"
 WHOLE_ZERO = "whole zero"
-# The bits of a code → the block of llama.cpp. Blocks with a scale alone have signed codes.
+# Bits of a code → block of llama.cpp. Blocks without a minimum have signed codes.
 SIGNED = {4: "Q4_0", 5: "Q5_0", 8: "Q8_0"}
 WITH_MINIMUM = {4: "Q4_1", 5: "Q5_1"}
-# Every engine has groups of this many inputs.
+# A group size that every engine has.
 GROUP = 32
-# Layers that vLLM multiplies as one, which therefore need the same grid, as the entries
-# `packed_modules_mapping` of its models name them (vLLM 0.33).
+# Layers that vLLM multiplies as one, which therefore need the same grid: entries of
+# `packed_modules_mapping` of its models (vLLM 0.33).
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -43,7 +42,7 @@ FUSED = {
     "w13": ("w1", "w3"),
     "c_fc": ("c_fc_0", "c_fc_1"),
 }
-# The types of llama.cpp with blocks, by rising bytes. Those without a minimum have signed scales.
+# The types of llama.cpp with blocks, by rising bytes. Types without a minimum have signed scales.
 BLOCK = 256
 K_TYPES = {
     "Q2_K": Grid(2, 16, offset=True, scale_bits=4, block=BLOCK),
@@ -53,9 +52,9 @@ K_TYPES = {
     "Q6_K": Grid(6, 16, symmetric=True, scale_bits=8, block=BLOCK),
 }
 Q8_0 = Grid(8, GROUP, symmetric=True)
-# What a layer may get for llama.cpp within a size, by rising bytes: if BLOCK divides its rows, and
-# otherwise Q4_0, Q5_0, Q8_0. Q5_K, Q4_1 and Q5_1 are left out: on a CPU, llama.cpp multiplies by a
-# larger type in less time.
+# The types of llama.cpp that a layer may get within a size, by rising bytes: if BLOCK divides its
+# rows, and otherwise (Q4_0, Q5_0, Q8_0). Q5_K, Q4_1 and Q5_1 are left out: on a CPU, llama.cpp
+# multiplies by a larger type in less time.
 WIDE_TYPES = (*(K_TYPES[name] for name in ("Q2_K", "Q3_K", "Q4_K", "Q6_K")), Q8_0)
 OTHER_TYPES = (Grid(4, GROUP, symmetric=True), Grid(5, GROUP, symmetric=True), Q8_0)
 
@@ -120,8 +119,8 @@ class Engine:
         group: the group size of a recipe that leaves it open.
         multiples: scales may be multiples of a unit of their row.
         embeddings: the engine holds embeddings and heads in codes too.
-        blocked: the grids with blocks that the engine holds. Its other grids are those of block
-            types (`block_of`); without blocks, it holds all bits.
+        blocked: the grids with blocks that the engine holds. It holds other grids if a block type
+            does (`block_of`). An engine with no blocked grids holds all bits.
         fuses: the engine multiplies the layers of `FUSED` as one.
     """
 
@@ -134,7 +133,7 @@ class Engine:
     fuses: bool = False
 
     def holds(self, grid: Grid) -> bool:
-        """True if the engine holds the grid exactly. Rows must be a multiple of 32 inputs."""
+        """Return True if the engine holds the grid exactly, in rows of a multiple of 32 inputs."""
         if grid.rate is not None:
             return False
         if grid.block is not None and self.blocked:
@@ -175,11 +174,11 @@ def fused_name(name: str) -> str:
 
 
 def fused_apart(forms: Mapping[str, str], reasons: Mapping[str, str]) -> str | None:
-    """The sentence that names layers that vLLM multiplies as one although they differ, or None.
+    """The sentence that names differing layers that vLLM multiplies as one; None without any.
 
     Args:
-        forms: how each layer is stored, by name, such as "int4 in groups of 64" or "dense".
-        reasons: the reasons of some of them.
+        forms: storage of each layer, by name, such as "int4 in groups of 64" or "dense".
+        reasons: the reasons for the storage of some layers.
     """
     units: dict[str, list[str]] = {}
     for name in forms:
@@ -192,7 +191,7 @@ def fused_apart(forms: Mapping[str, str], reasons: Mapping[str, str]) -> str | N
 
 
 def vllm_kernels(bits: int, symmetric: bool) -> str:
-    """The kernels of vLLM 0.32 and 0.33 that multiply layers on a grid, and their hardware."""
+    """The kernels of vLLM 0.32 and 0.33 for layers on a grid, and their hardware."""
     if bits == 4:
         return "Marlin or Machete on a GPU, CPUWNA16 on a CPU"
     if bits != 8:
@@ -209,8 +208,8 @@ def grid_for(
 
     Args:
         name: the engine.
-        bits, group, symmetric, offset: the fields of `Grid`, with a group of 0 for a row; the
-            engine's defaults take the place of None.
+        bits, group, symmetric, offset: the fields of `Grid`, with a group of 0 for a row; None for
+            the default of the engine.
     """
     engine = ENGINES[name]
     size = engine.group if group is None else group
@@ -223,8 +222,8 @@ def grid_for(
 
 
 def refusal(name: str, grid: Grid) -> str | None:
-    """The sentence that says why an engine cannot hold a grid, which engines can, and the smallest
-    change of the recipe that helps; None if the engine can.
+    """The sentence on an engine that cannot hold a grid, the engines that can, and the smallest
+    change of the recipe that helps; None if the engine holds the grid.
     """
     engine = ENGINES[name]
     if engine.holds(grid):
@@ -233,7 +232,7 @@ def refusal(name: str, grid: Grid) -> str | None:
 
 
 def not_held(name: str, grid: Grid) -> str:
-    """The sentence that says which engines can hold a grid that an engine cannot."""
+    """The sentence on an engine that cannot hold a grid, and the engines that can."""
     able = [other for other, candidate in ENGINES.items() if candidate.holds(grid)]
     others = f" ({' and '.join(able)} can)" if able else ""
     described = f"{grid}, with whole zeros" if kind_of(grid) == WHOLE_ZERO else str(grid)
@@ -241,11 +240,11 @@ def not_held(name: str, grid: Grid) -> str:
 
 
 def _changes(engine: Engine, grid: Grid) -> list[str]:
-    """The smallest changes of a grid's settings with which an engine holds it, in words."""
+    """The smallest changes of a grid's settings after which an engine holds it, in words."""
     if grid.rate is not None:
         return [f"leave out {option('coding', 'entropy')}"]
     kind = kind_of(grid)
-    # Two bits more or less weigh more than another kind.
+    # Another number of bits is a larger change than another kind.
     held = (pair for pair in product(engine.kinds, BITS) if engine.holds(grid_of_kind(*pair)))
     to_kind, to_bits = min(held, key=lambda to: (to[0] != kind) + 2 * abs(to[1] - grid.bits))
     settings = []

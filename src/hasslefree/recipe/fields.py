@@ -1,7 +1,7 @@
 """The fields of a recipe: each is declared once, with its type, limits, default, help and heading.
 
 The command line, YAML files, the documentation and the record of a compression follow from the
-declarations. This module imports nothing heavy, so that `hasslefree --help` starts at once.
+declarations. This module imports nothing heavy: `hasslefree --help` starts at once.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ CONFIG = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
 
 
 def declared(default: Any, group: str, **options: Any) -> Any:
-    """A field. options: limits of pydantic, such as ge=0; `flags` if the flags are not --name and
+    """A field. options: limits of pydantic, such as ge=0, and `flags` other than --name and
     --no-name.
     """
     return dataclasses.field(default=default, metadata={"group": group, **options})
 
 
 def as_size(given: Any) -> Any:
-    """The field `size`: a number of bytes may be given as a number."""
+    """The field `size` as text; a number of bytes may be given as a number."""
     is_number = isinstance(given, int) and not isinstance(given, bool)
     return str(given) if is_number else given
 
 
 def as_patterns(given: Any) -> Any:
-    """The field `leave_dense`: one pattern stands for itself."""
+    """The field `leave_dense` as a tuple; one pattern may be given as text."""
     return (given,) if isinstance(given, str) else given
 
 

@@ -1,5 +1,5 @@
-"""What can be named in a recipe: methods, pruners, low-rank solvers, patterns and efforts, and the
-settings of each.
+"""The names for a recipe (methods, pruners, low-rank solvers, patterns and efforts) and their
+settings.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ ABOUT_EFFORTS = {
     "balanced": About("also fine-tunes them for some minutes", "docs: allocation-and-training"),
     "best": About("fine-tunes longer, on more text", "docs: allocation-and-training"),
 }
-# What each option takes.
+# The names that each option takes.
 TABLES: dict[str, dict[str, About]] = {
     "methods": methods.ABOUT,
     "pruners": pruners.ABOUT,
@@ -43,15 +43,15 @@ OPTIONS = ("--method", "--method or --pruner", "--low-rank", "--pattern", "--eff
 
 
 def overview() -> tuple[dict[str, Any], Group]:
-    """All tables as JSON, and as text with a line for each entry; there a pruner, which is a method
-    too, is once.
+    """All tables as JSON, and as text with a line for each entry. Pruners, which are methods too,
+    are listed once in the text.
     """
     parts: list[RenderableType] = []
     content: dict[str, Any] = {}
     for (heading, entries), option in zip(TABLES.items(), OPTIONS, strict=True):
         rows = Table.grid(padding=(0, 2, 0, 0), pad_edge=False, expand=True)
         rows.add_column(width=14)
-        for width in (45, 17):  # of a line and a reference; with a name, 80 columns
+        for width in (45, 17):  # of the line and the reference; 80 columns with the name
             rows.add_column(ratio=width, overflow="fold")
         for name, about in entries.items():
             if heading != "methods" or name not in pruners.ABOUT:
@@ -62,9 +62,7 @@ def overview() -> tuple[dict[str, Any], Group]:
 
 
 def plug_in(name: str) -> tuple[Any, About]:
-    """The method, pruner or low-rank solver of this name, as the command line uses it without other
-    options.
-    """
+    """The method, pruner or low-rank solver of this name, with the defaults of the command line."""
     if name in pruners.PRUNERS:
         return pruners.PRUNERS[name], pruners.ABOUT[name]
     if name in methods.METHODS:
@@ -80,7 +78,7 @@ def plug_in(name: str) -> tuple[Any, About]:
 
 
 def settings(part: Any, prefix: str = "") -> Iterator[tuple[str, Any, str | None]]:
-    """Each setting of a plug-in, its default and its option; those of its parts follow them, as
+    """Each setting of a plug-in, its default and its option. Settings of a part follow it, such as
     pruner.block.
     """
     names: dict[Any, str] = {

@@ -58,18 +58,18 @@ class Recipe(Fields):
         """Read a recipe and the recipes that it names as its `base`.
 
         Args:
-            path: of the file; - for standard input.
+            path: the file; - for standard input.
             with_text: check that the calibration text exists.
             changes: fields that replace those of the files.
 
         Raises:
-            RecipeError: with every problem, and the file of its fields.
+            RecipeError: with every problem, and the files that set its fields.
         """
         from hasslefree.recipe.yaml import read_fields
 
         values, places = read_fields(Path(path))
         values |= changes
-        # A field that is null has its default.
+        # null stands for the default of a field.
         values = {
             name: value for name, value in values.items() if value is not None or name not in NAMES
         }
@@ -85,7 +85,7 @@ class Recipe(Fields):
         try:
             recipe.resolve(with_text)
         except RecipeError as error:
-            # A field that is wrong by itself is not reported again as missing.
+            # An invalid field is not reported again as missing.
             problems += [found for found in error.problems if wrong.isdisjoint(found.fields)]
         if problems:
             raise RecipeError.of(_located(problem, places, str(path)) for problem in problems)
@@ -105,6 +105,6 @@ def _located(
     places: Mapping[str, Any],
     path: str,
 ) -> Problem:
-    """The problem with the files that give its fields; with `path` if none of them is given."""
+    """The problem with the files that set its fields; with `path` if no file sets one."""
     files = dict.fromkeys(str(places[name]) for name in problem.fields if name in places)
     return dataclasses.replace(problem, where=", ".join(files) or path)

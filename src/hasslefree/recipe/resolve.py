@@ -1,4 +1,4 @@
-"""How the fields of a recipe combine: every default is filled in, and every conflict is named."""
+"""Resolve a recipe: fill in every default, and name every conflict between fields."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -19,9 +19,8 @@ from hasslefree.solve.pruners import PRUNERS
 from hasslefree.texts.sources import check_calibration
 from hasslefree.units import Size
 
-# What each effort sets, if the recipe leaves it open. MOVING is `balanced` for a sparse S whose
-# layers can trade rank or non-zeros: that is worth more than the tokens of training that take as
-# long.
+# The fields that each effort sets if the recipe leaves them open. MOVING is `balanced` for a sparse
+# S whose layers can trade rank or non-zeros: that gains more than training for the same time.
 EFFORTS: dict[str, dict[str, Any]] = {
     "fast": {"allocate": "uniform", "match_predictions": 0},
     "balanced": {"allocate": "uniform", "match_predictions": 49_152},
@@ -34,7 +33,7 @@ GRID_ROUNDS = 20
 # The methods of this project, which are trained by default; the others are as published.
 OURS = ("joint", "joint-grid")
 QUANTISING = ", ".join(name for name, method in METHODS.items() if method.grid)
-# The size to reach if no field says what to compress to, or how.
+# The size to reach if the recipe sets none of SIZING.
 DEFAULT_SIZE = "5.2bits"
 SIZING = (
     "size",
@@ -51,15 +50,14 @@ SIZING = (
 # The grid of joint-grid if S keeps every entry, where the engine holds small scales.
 SMALL_GROUP = 32
 SMALL_SCALES = 5
-# Scales of so many bits are floats.
+# Scales with this number of bits are floats.
 FLOAT_BITS = 16
-# Bits a weight from which fixed codes lose less than entropy-coded ones of the highest rate: at the
-# same loss, they take about a bit more.
+# Bits per weight from which fixed codes lose less than entropy-coded ones of the highest rate: at
+# the same loss, fixed codes take about a bit more.
 FIXED_FROM = RATES[-1] + 1
-# Fields that say how much of S and L there is in a layer.
+# Fields that set the size of S and L in a layer.
 OF_BUDGET = ("rank", "sparsity", "ratio", "rank_share", "factor_bits")
-# Fields that say how S is quantised, those that ask for a grid unless S is pruned, and those of a
-# method.
+# Fields of the grid of S, fields that imply a grid unless S is pruned, and fields of a method.
 OF_GRID = ("bits", "group_size", "symmetric", "offset", "scale_bits", "coding")
 GRIDS = ("size", "engine", *OF_GRID)
 METHOD_FIELDS = (
@@ -74,12 +72,12 @@ METHOD_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved(Fields):
-    """A recipe in which nothing is left open, and the parts that it names.
+    """A recipe with all defaults, and the parts that it names.
 
     Args:
-        budget: what every layer gets, unless there is a size.
+        budget: the same for every layer, unless there is a size.
         solver: the method, with its hyper-parameters.
-        coding_is_open: True if the recipe does not say how codes are stored.
+        coding_is_open: True if the recipe does not set `coding`.
     """
 
     pattern: str
@@ -92,7 +90,7 @@ class Resolved(Fields):
 
     @property
     def size_limit(self) -> Size | None:
-        """The size to reach; None if the budget says what every layer gets."""
+        """The size to reach; None if every layer gets the budget."""
         if self.size is None:
             return None
         return Size.parse(self.size)
@@ -100,7 +98,7 @@ class Resolved(Fields):
     @property
     def grids(self) -> tuple[Grid, ...]:
         """The grids that a layer may get, by rising bits; empty if S is not quantised. Types of
-        llama.cpp are those for rows that BLOCK divides.
+        llama.cpp are for rows that BLOCK divides.
         """
         grid = self.solver.grid
         if grid is None:
@@ -124,7 +122,7 @@ class Resolved(Fields):
         return self._grids_like(grid)
 
     def _grids_like(self, grid: Grid) -> tuple[Grid, ...]:
-        """The grids of this kind with any bits, by rising bits: types of llama.cpp, rates, or those
+        """The grids of this kind with any bits, by rising bits: types of llama.cpp, rates, or grids
         that the engine holds.
         """
         if takes_types(self):
@@ -137,8 +135,8 @@ class Resolved(Fields):
         return tuple(filter(ENGINES[self.engine].holds, grids))
 
     def unit(self, name: str) -> str:
-        """What layers have in common that must get the same grid: the name of the engine's layer of
-        which they are parts, or the layer's own name.
+        """A name shared by layers that must get the same grid: the fused layer of the engine that
+        contains this layer, or the layer itself.
         """
         if self.engine is None or not ENGINES[self.engine].fuses:
             return name
@@ -146,8 +144,8 @@ class Resolved(Fields):
 
     @property
     def fixed_rank(self) -> int | None:
-        """The rank of every layer within a size; None if it is to be chosen. Beside entropy-coded
-        codes it is not chosen.
+        """The rank of every layer within a size; None if it is to be chosen, which it never is with
+        entropy coding.
         """
         if isinstance(self.solver, Prune):
             return 0
@@ -202,7 +200,7 @@ def resolve(recipe: Fields, with_text: bool = True) -> Resolved:
 
 
 def with_defaults(recipe: Fields) -> Fields:
-    """Fill in the fields that the recipe leaves open."""
+    """Fill in the defaults of open fields."""
     # In this order: each default depends on the fields before it.
     openings: dict[str, Callable[[Fields], Any]] = {
         "size": default_size,
@@ -223,14 +221,14 @@ def with_defaults(recipe: Fields) -> Fields:
 
 
 def default_size(recipe: Fields) -> str | None:
-    """The size that is reached if no field says what to compress to, or how."""
+    """`DEFAULT_SIZE` if the recipe sets no field of `SIZING`."""
     if any(getattr(recipe, name) is not None for name in SIZING):
         return None
     return DEFAULT_SIZE
 
 
 def default_method(recipe: Fields) -> str:
-    """A method with a grid if a field asks for a grid."""
+    """A method with a grid if a field implies a grid."""
     prunes = recipe.pattern not in (None, "dense")
     asking = OF_GRID if prunes else GRIDS
     if any(getattr(recipe, name) is not None for name in asking):
@@ -239,7 +237,7 @@ def default_method(recipe: Fields) -> str:
 
 
 def default_pattern(recipe: Fields) -> str:
-    """Dense if S is quantised."""
+    """Dense if S is quantised, otherwise 2:4."""
     if has_grid(recipe):
         return "dense"
     return "2:4"
@@ -255,8 +253,8 @@ def default_effort(recipe: Fields) -> str | None:
 
 
 def default_coding(recipe: Fields) -> str | None:
-    """Entropy coding for a size up to `FIXED_FROM`, if bits alone are left to choose and no program
-    but transformers is to read the codes.
+    """Entropy coding for a size up to `FIXED_FROM`, if only bits are left to choose and the recipe
+    names no engine.
     """
     if recipe.size is None or recipe.method != "joint-grid" or recipe.pattern != "dense":
         return None
@@ -266,7 +264,7 @@ def default_coding(recipe: Fields) -> str | None:
         return None
     try:
         size = Size.parse(recipe.size)
-    except BudgetError:  # which `size_problems` names
+    except BudgetError:  # reported by `size_problems`
         return None
     if size.in_bits and size.amount > FIXED_FROM:
         return None
@@ -274,14 +272,14 @@ def default_coding(recipe: Fields) -> str | None:
 
 
 def effort_defaults(recipe: Fields) -> dict[str, Any]:
-    """What the effort does beyond single layers."""
+    """Allocation and training of the effort."""
     if recipe.effort == "balanced" and not has_grid(recipe) and movable(recipe):
         return MOVING
     return EFFORTS[recipe.effort or "fast"]
 
 
 def method_defaults(recipe: Fields) -> dict[str, Any]:
-    """Rounds and offset of our methods; those of published ones are in `METHODS`."""
+    """Rounds, rank, offset and scales of our methods; `METHODS` has those of published ones."""
     if recipe.method not in OURS:
         return {}
     if not has_grid(recipe):
@@ -320,7 +318,7 @@ def engine_defaults(recipe: Fields) -> dict[str, Any]:
 
 
 def size_defaults(recipe: Fields) -> dict[str, Any]:
-    """Layers share a size by their errors, and are alike if nothing can move between them."""
+    """Layers share a size by their errors, and are uniform if nothing can move between them."""
     defaults: dict[str, Any] = {}
     if not movable(recipe):
         defaults["allocate"] = "uniform"
@@ -334,8 +332,8 @@ def size_defaults(recipe: Fields) -> dict[str, Any]:
 
 
 def takes_types(recipe: Fields) -> bool:
-    """Say whether each layer gets one of llama.cpp's own types: within a size, if nothing else is
-    said of the grid.
+    """Return True if each layer gets one of llama.cpp's own types: within a size, if the recipe
+    sets no field of the grid.
     """
     if recipe.engine != "llama.cpp" or recipe.size is None or not has_grid(recipe):
         return False
@@ -343,7 +341,7 @@ def takes_types(recipe: Fields) -> bool:
 
 
 def has_grid(recipe: Fields) -> bool:
-    """Say whether the method or the pruner quantises S; False for an unknown name."""
+    """Return True if the method or the pruner quantises S; False for an unknown name."""
     if recipe.pruner is None:
         part: Any = METHODS.get(recipe.method or "")
     else:
@@ -352,12 +350,12 @@ def has_grid(recipe: Fields) -> bool:
 
 
 def only_prunes(recipe: Fields) -> bool:
-    """Say whether the method has no L; False for an unknown name."""
+    """Return True if the method has no L; False for an unknown name."""
     return isinstance(METHODS.get(recipe.method or ""), Prune)
 
 
 def movable(recipe: Fields) -> bool:
-    """Say whether bits, rank or non-zeros can move between layers.
+    """Return True if bits, rank or non-zeros can move between layers.
 
     | recipe, with its method and pattern                   | what can move    |
     |-------------------------------------------------------|------------------|
@@ -396,7 +394,7 @@ def build_solver(recipe: Fields) -> Method:
 
 
 def combination_problems(recipe: Fields, solver: Method | None) -> Iterator[Problem]:
-    """What is wrong with fields together. solver: None if the method cannot be built."""
+    """Conflicts between fields. solver: None if the method cannot be built."""
     if recipe.factor_bits is not None:
         yield from factor_problems(recipe, recipe.factor_bits)
     if recipe.pattern == "dense" and not has_grid(recipe):
@@ -424,7 +422,7 @@ def combination_problems(recipe: Fields, solver: Method | None) -> Iterator[Prob
 
 
 def allocation_problems(recipe: Fields) -> Iterator[Problem]:
-    """What is wrong with the field allocate beside others."""
+    """Conflicts between the field allocate and others."""
     if recipe.allocate == "owl" and recipe.ratio is None and recipe.sparsity is None:
         yield Problem(
             ("allocate", "ratio", "sparsity"),
@@ -448,7 +446,7 @@ def allocation_problems(recipe: Fields) -> Iterator[Problem]:
 
 
 def budget_problems(recipe: Fields, solver: Method) -> Iterator[Problem]:
-    """A method with an L needs a rank, a ratio or a size."""
+    """The lack of a rank, a ratio or a size for a method with an L."""
     budgets = (recipe.rank, recipe.ratio, recipe.size)
     if isinstance(solver, Prune) or any(budget is not None for budget in budgets):
         return
@@ -460,7 +458,7 @@ def budget_problems(recipe: Fields, solver: Method) -> Iterator[Problem]:
 
 
 def factor_problems(recipe: Fields, bits: int) -> Iterator[Problem]:
-    """Factors can have eight bits if there are any."""
+    """Conflicts of bits for the factors with a method or a rank without factors."""
     if only_prunes(recipe):
         yield Problem(
             ("factor_bits",),
@@ -476,7 +474,7 @@ def engine_problems(
     engine: str,
     grid: Grid | None,
 ) -> Iterator[Problem]:
-    """Why an engine cannot hold S."""
+    """The reason for which an engine cannot hold S."""
     if grid is None:
         yield Problem(
             ("engine", "method"),
@@ -494,7 +492,7 @@ def engine_problems(
 
 
 def size_problems(recipe: Fields, size: str) -> Iterator[Problem]:
-    """A size must be one, and leave bits or ranks to choose."""
+    """Malformed sizes, and sizes that leave neither bits nor ranks to choose."""
     yield from refusals(lambda: Size.parse(size), "size")
     if not movable(recipe):
         given = [name for name in ("bits", "rank") if getattr(recipe, name) is not None]
@@ -525,7 +523,7 @@ def end_grid(recipe: Fields, grid: Grid | None, bits: int) -> Grid:
 
 
 def embedding_problems(recipe: Fields, bits: int, grid: Grid | None) -> Iterator[Problem]:
-    """Why the embedding and the head cannot have these bits. grid: of the layers."""
+    """The reasons for which embedding and head cannot have these bits. grid: of the layers."""
     if bits not in BITS:
         yield from refusals(lambda: check_bits("embedding_bits", bits, BITS), "embedding_bits")
     elif recipe.engine and not ENGINES[recipe.engine].embeddings:
@@ -540,7 +538,7 @@ def embedding_problems(recipe: Fields, bits: int, grid: Grid | None) -> Iterator
 
 
 def refusals(check: Callable[[], object], field: str) -> Iterator[Problem]:
-    """The error that a check of a field raises, as a problem."""
+    """The error that a check of a field raises, as a problem; nothing if it raises none."""
     try:
         check()
     except HasslefreeError as error:

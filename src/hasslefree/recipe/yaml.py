@@ -1,4 +1,4 @@
-"""Recipes as YAML files, one on top of another (`base: other.yaml`)."""
+"""Recipes in YAML files, which may extend others (`base: other.yaml`)."""
 
 import re
 import sys
@@ -12,7 +12,7 @@ from hasslefree.files import read_limited, read_small
 
 _INT = "tag:yaml.org,2002:int"
 _FLOAT = "tag:yaml.org,2002:float"
-# Bytes and fields of a recipe, recipes on top of one another, and lists in lists.
+# The most bytes and fields of a recipe, recipes in a chain of bases, and nested lists.
 MOST_BYTES = 1 << 18
 MOST_FIELDS = 100
 MOST_BASES = 16
@@ -22,8 +22,7 @@ DEEPEST = 8
 class _Loader(yaml.SafeLoader):
     """Plain values; as in YAML 1.2, 2:4 and 1:30.5 are strings, 010 is ten, and 1e-2 is a number.
 
-    No name may be given twice, and none may stand for a value: a few lines of such names make
-    gigabytes.
+    Duplicate keys are refused, and so are aliases: a few lines of nested aliases make gigabytes.
     """
 
     depth = 0
@@ -55,7 +54,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _refused(problem: str, place: Any) -> yaml.MarkedYAMLError:
-    """The error about an event or a node of a file."""
+    """The error for an event or a node of a file."""
     return yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
 
 
@@ -70,10 +69,10 @@ _Loader.add_constructor(_INT, lambda loader, node: int(node.value))
 
 
 def read_fields(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values of a YAML file (-: standard input) over those of its base, and their files.
+    """The values of a YAML file (-: standard input) and of its bases, and the file of each value.
 
     Args:
-        above: the files whose base it is, the first one first.
+        above: the chain of files whose base this file is, from the first one.
     """
     values = read_values(path)
     base = values.pop("base", None)
@@ -102,7 +101,7 @@ def read_fields(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """The values of a YAML file (-: standard input) alone, with the name of its base."""
+    """The values of one YAML file (-: standard input), including `base`."""
     try:
         if path == Path("-"):
             text = read_limited(sys.stdin.buffer, MOST_BYTES)
@@ -112,7 +111,7 @@ def read_values(path: Path) -> dict[str, Any]:
         raise RecipeError(f"the recipe {path} cannot be read: {error}") from None
     try:
         content = yaml.load(text, _Loader)
-    except Exception as error:  # PyYAML does not check what a tag stands before
+    except Exception as error:  # PyYAML raises others for a tag before a wrong value
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else path
         raise RecipeError(
