@@ -294,16 +294,14 @@ def grid_options(
     undone = torch.cat([torch.zeros(1, dtype=torch.float64), shares])
     losses = {grid: (1 - undone) * error * reciprocal(most) for grid, error in errors.items()}
     plans: list[LayerPlan] = []
-    for grid in grids:
-        for rank in ranks:
-            if rank < len(undone):
-                bits = resolved.factor_bits
-                candidate = replace(plan, grid=grid, rank=rank, factor_bits=bits)
-                # A given rank may make a narrow matrix larger than the dense one. So do the scales
-                # of a tiny matrix, which then has this plan alone.
-                fits = candidate.size <= candidate.dense_size
-                if resolved.rank_on_grids or fits or not plans:
-                    plans.append(candidate)
+    for grid, rank in itertools.product(grids, ranks):
+        if rank < len(undone):
+            candidate = replace(plan, grid=grid, rank=rank, factor_bits=resolved.factor_bits)
+            # A given rank may make a narrow matrix larger than the dense one. So do the scales of
+            # a tiny matrix, which then has this plan alone.
+            fits = candidate.size <= candidate.dense_size
+            if resolved.rank_on_grids or fits or not plans:
+                plans.append(candidate)
     return GridOptions(plans, losses), most * rate
 
 

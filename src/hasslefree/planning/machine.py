@@ -124,7 +124,7 @@ def container_memory() -> ContainerMemory | None:
             limit = _read_number(folder / files.limit)
             used = _read_number(folder / files.used)
             if limit is not None and used is not None:
-                held = max(used - _read_statistic(folder, files.cache), 0)
+                held = max(used - _read_statistic(folder / "memory.stat", files.cache), 0)
                 found.append(ContainerMemory(limit, max(limit - held, 0)))
     if not found:
         return None
@@ -137,11 +137,7 @@ def own_groups(controller: str) -> set[PurePosixPath]:
     A container may see its own group as "/", even if the list names another.
     """
     groups = {PurePosixPath("/")}
-    try:
-        lines = MEMBERSHIP.read_text().splitlines()
-    except OSError:  # not on Linux
-        return groups
-    for line in lines:
+    for line in _read(MEMBERSHIP).splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
             group = PurePosixPath(path)
@@ -149,22 +145,23 @@ def own_groups(controller: str) -> set[PurePosixPath]:
     return groups
 
 
+def _read(file: Path) -> str:
+    """The text of a file; empty if the file is missing, as on systems other than Linux."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
+
+
 def _read_number(file: Path) -> int | None:
     """The whole number in a file; None without one, such as for the limit "max"."""
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return None
+    text = _read(file).strip()
     return int(text) if text.isdigit() else None
 
 
-def _read_statistic(folder: Path, name: str) -> int:
+def _read_statistic(file: Path, name: str) -> int:
     """A line of memory.stat, in bytes; 0 if it is missing."""
-    try:
-        lines = (folder / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    statistics = dict(line.split() for line in lines)
+    statistics = dict(line.split() for line in _read(file).splitlines())
     return int(statistics.get(name, 0))
 
 
