@@ -1,6 +1,6 @@
 """Resolve a recipe: fill in every default, and name every conflict between fields."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -220,9 +220,14 @@ def with_defaults(recipe: Fields) -> Fields:
     return replace(recipe, **effort | method | engine | size | given)
 
 
+def given_fields(recipe: Fields, names: Sequence[str]) -> list[str]:
+    """The names of those fields that are not None."""
+    return [name for name in names if getattr(recipe, name) is not None]
+
+
 def default_size(recipe: Fields) -> str | None:
     """`DEFAULT_SIZE` if the recipe sets no field of `SIZING`."""
-    if any(getattr(recipe, name) is not None for name in SIZING):
+    if given_fields(recipe, SIZING):
         return None
     return DEFAULT_SIZE
 
@@ -231,7 +236,7 @@ def default_method(recipe: Fields) -> str:
     """A method with a grid if a field implies a grid."""
     prunes = recipe.pattern not in (None, "dense")
     asking = OF_GRID if prunes else GRIDS
-    if any(getattr(recipe, name) is not None for name in asking):
+    if given_fields(recipe, asking):
         return "joint-grid"
     return "joint"
 
@@ -258,7 +263,7 @@ def default_coding(recipe: Fields) -> str | None:
     """
     if recipe.size is None or recipe.method != "joint-grid" or recipe.pattern != "dense":
         return None
-    if any(getattr(recipe, name) is not None for name in ("engine", *OF_BUDGET, *OF_GRID)):
+    if given_fields(recipe, ("engine", *OF_BUDGET, *OF_GRID)):
         return None
     if recipe.embedding_bits is not None and recipe.embedding_bits > MOST_RATE:
         return None
@@ -285,10 +290,10 @@ def method_defaults(recipe: Fields) -> dict[str, Any]:
     if not has_grid(recipe):
         return {"rounds": ROUNDS[recipe.effort or "fast"]}
     defaults: dict[str, Any] = {"rounds": GRID_ROUNDS}
-    budgets = (recipe.size, recipe.ratio)
-    if recipe.bits is not None and recipe.pattern == "dense" and budgets == (None, None):
+    is_dense = recipe.pattern == "dense"
+    if is_dense and recipe.bits is not None and not given_fields(recipe, ("size", "ratio")):
         defaults["rank"] = 0
-    if recipe.coding == "entropy" or recipe.pattern != "dense":
+    if recipe.coding == "entropy" or not is_dense:
         return defaults
     if not recipe.symmetric:
         defaults["offset"] = True
@@ -337,7 +342,7 @@ def takes_types(recipe: Fields) -> bool:
     """
     if recipe.engine != "llama.cpp" or recipe.size is None or not has_grid(recipe):
         return False
-    return all(getattr(recipe, name) is None for name in OF_GRID)
+    return not given_fields(recipe, OF_GRID)
 
 
 def has_grid(recipe: Fields) -> bool:
@@ -447,8 +452,7 @@ def allocation_problems(recipe: Fields) -> Iterator[Problem]:
 
 def budget_problems(recipe: Fields, solver: Method) -> Iterator[Problem]:
     """The lack of a rank, a ratio or a size for a method with an L."""
-    budgets = (recipe.rank, recipe.ratio, recipe.size)
-    if isinstance(solver, Prune) or any(budget is not None for budget in budgets):
+    if isinstance(solver, Prune) or given_fields(recipe, ("rank", "ratio", "size")):
         return
     yield Problem(
         ("method", "rank", "ratio"),
@@ -495,16 +499,15 @@ def size_problems(recipe: Fields, size: str) -> Iterator[Problem]:
     """Malformed sizes, and sizes that leave neither bits nor ranks to choose."""
     yield from refusals(lambda: Size.parse(size), "size")
     if not movable(recipe):
-        given = [name for name in ("bits", "rank") if getattr(recipe, name) is not None]
+        given = given_fields(recipe, ("bits", "rank"))
         remedy = f"leave out {' and '.join(given)}" if given else "use method joint-grid"
         yield Problem(
             ("size", "method", "bits", "rank"),
             f"with method {recipe.method}, there is nothing left that a size could choose:"
             f" {remedy}",
         )
-    for name in ("ratio", "rank_share"):
-        if getattr(recipe, name) is not None:
-            yield Problem(("size", name), f"give size or {name}, not both")
+    for name in given_fields(recipe, ("ratio", "rank_share")):
+        yield Problem(("size", name), f"give size or {name}, not both")
 
 
 def end_grid(recipe: Fields, grid: Grid | None, bits: int) -> Grid:
