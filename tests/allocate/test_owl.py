@@ -49,7 +49,7 @@ def test_the_average_is_kept_and_more_outliers_save_less(shares, ratio, seed):
 
 @pytest.mark.parametrize(("ratio", "shares"), [(0.95, [0.0, 0.1, 0.1]), (0.02, [0.0, 0.0, 0.1]), (1.0, [0.1, 0.2])])
 def test_what_cannot_be_saved_is_an_error(ratio, shares):
-    with pytest.raises(BudgetError, match="which must be within 0 to 1; choose another ratio or sparsity"):
+    with pytest.raises(BudgetError, match="which must be between 0 and 1; choose another ratio or sparsity"):
         owl_ratios(shares, ratio, [1] * len(shares))
 
 

@@ -406,7 +406,7 @@ def test_an_engine_chooses_a_grid_that_it_holds(engine):
         ),
         (
             {"method": "joint-grid", "rank": 2, "pattern": "2:4"},
-            "mlx stores every entry of S, so that pattern 2:4",
+            "mlx stores every entry of S, so pattern 2:4",
         ),
         ({"method": "gptq", "group_size": 48}, "mlx cannot hold .* groups of 48.*use group_size=64"),
         (

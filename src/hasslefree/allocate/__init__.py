@@ -1,1 +1,1 @@
-"""What is done between the layers and the model: targets, matching, allocation."""
+"""Allocation: the share of each layer in one budget of bits, ranks and non-zeros."""

@@ -121,7 +121,7 @@ def owl_ratios(
     if min(ratios) < 0 or max(ratios) > 1:
         raise BudgetError(
             f"OWL with a mean of {ratio} would remove from {min(ratios):.3f} to {max(ratios):.3f}"
-            " of a block's parameters, which must be within 0 to 1; choose another ratio or"
+            " of a block's parameters, which must be between 0 and 1; choose another ratio or"
             " sparsity"
         )
     return ratios

@@ -315,7 +315,7 @@ def disk_bytes(setup: Setup) -> int:
 
 
 def verdict(footprint: Footprint) -> str | None:
-    """Why a compression cannot run here, and the remedy; None if it can."""
+    """The reason for which a compression cannot run here, and the remedy; None if it can."""
     setup = footprint.setup
     wrong = []
     if not footprint.fits:

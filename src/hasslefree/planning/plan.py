@@ -276,7 +276,7 @@ def check_fused(
 
 
 def short_reason(error: HasslefreeError, matrix: Matrix | End, resolved: Resolved) -> str:
-    """Why a matrix stays dense, in a few words."""
+    """The reason for which a matrix stays dense, in a few words."""
     if isinstance(error, BudgetError):
         return f"narrower than rank {resolved.budget.rank}"
     if isinstance(error, GridError) and no_engine_group(matrix.shape[1], resolved):
@@ -413,7 +413,7 @@ def select_and_plan(model: torch.nn.Module, resolved: Resolved) -> tuple[Resolve
     if not resolved.size or not all(highest):
         return resolved, selection, plan
     unfilled = (
-        f"entropy-coded codes take at most {RATES[-1]} bits a weight, which is less than the size"
+        f"entropy-coded codes take at most {RATES[-1]} bits per weight, which is less than the size"
         f" of {resolved.size_limit}"
     )
     room = layer_room(model, plan, resolved)

@@ -171,10 +171,8 @@ def patterns(rows: Sequence[dict[str, Any]]) -> str:
 
 def advice_table(advice: Sequence[Advice]) -> Table:
     """One row for the plan chosen by layer, and one for each uniform plan."""
-    headings = ("bits", "rank", "weights", "estimated KL, nats a token")
-    choices = table(
-        ["bits and ranks"], headings, "what the size is expected to lose, before any training"
-    )
+    headings = ("bits", "rank", "weights", "estimated KL, nats per token")
+    choices = table(["bits and ranks"], headings, "expected loss before any training")
     for number, choice in enumerate(advice):
         bits = span(choice.bits, "{:g}") if choice.bits else ""
         kind = "uniform" if number else "by layer"

@@ -186,7 +186,7 @@ def fused_apart(forms: Mapping[str, str], reasons: Mapping[str, str]) -> str | N
     for names in units.values():
         if len({forms[name] for name in names}) > 1:
             parts = ", ".join(f"{name} ({reasons.get(name, forms[name])})" for name in names)
-            return f"vllm multiplies these layers as one, so that they need the same grid: {parts}"
+            return f"vllm multiplies these layers as one, so they need the same grid: {parts}"
     return None
 
 

@@ -71,10 +71,10 @@ class Fields:
     (no default).
     """
     method: str | None = declared(None, METHOD)
-    """How each layer is decomposed; `hasslefree methods` lists the methods (default: joint-grid for
+    """How to decompose each layer; `hasslefree methods` lists the methods (default: joint-grid for
     a grid, and for a size or an engine unless the pattern prunes; otherwise joint)."""
     effort: Literal["fast", "balanced", "best"] | None = declared(None, LEVERS)
-    """What is done besides decomposing single layers: fast (nothing), balanced (train the kept
+    """Work besides decomposing single layers: fast (nothing), balanced (train the kept
     values of all layers; for a sparse S with L, also move rank between layers) or best (train
     longer, and move rank and bits between layers) (default: balanced for joint and joint-grid, fast
     for other methods)."""
@@ -122,7 +122,7 @@ class Fields:
     """How the file stores the codes of a grid: fixed (all with the same bits) or entropy (frequent
     codes in fewer bits, with a scale for each row and each input: a smaller file at the same loss,
     but a byte for each weight in memory; for transformers) (default: entropy for a size of up to
-    7.5bits a weight with joint-grid and pattern dense, unless an engine, a rank, embeddings of 8
+    7.5bits per weight with joint-grid and pattern dense, unless an engine, a rank, embeddings of 8
     bits or another part of the grid is given; otherwise fixed)."""
     factor_bits: int | None = declared(None, GRID)
     """8 to store both factors of L as int8 (default: 8 for joint with a size, otherwise the

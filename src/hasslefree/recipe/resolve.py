@@ -445,8 +445,8 @@ def allocation_problems(recipe: Fields) -> Iterator[Problem]:
             remedy = f"give a rank, or {remedy}"
         yield Problem(
             ("allocate", "pattern", "rank"),
-            "allocate error moves bits and rank between layers, and here is none to move (pattern"
-            f" {recipe.pattern}): {remedy}",
+            "allocate error moves bits and rank between layers, and this recipe has none to move"
+            f" (pattern {recipe.pattern}): {remedy}",
         )
 
 
@@ -488,8 +488,8 @@ def engine_problems(
     elif recipe.pattern != "dense":
         yield Problem(
             ("engine", "pattern"),
-            f"{engine} stores every entry of S, so that pattern {recipe.pattern} saves nothing"
-            " there: use dense",
+            f"{engine} stores every entry of S, so pattern {recipe.pattern} saves nothing there:"
+            " use dense",
         )
     elif refused := refusal(engine, grid):
         yield Problem(("engine", *OF_GRID), refused)
