@@ -117,12 +117,14 @@ class EndProbe:
         walk = self.walk
         weight = f"{head.name}.weight"
         # `computing` may have widened the parameter.
-        values = {weight: self.rounded[head.name].to(walk.model.get_parameter(weight).dtype)}
+        dtype = walk.model.get_parameter(weight).dtype
+        values = {weight: self.rounded[head.name].to(dtype)}
 
         def take(x: Tensor) -> None:
             self.inputs.take(as_multiplied(x.reshape(-1, x.shape[-1])))
 
-        watching = hooks([find_site(walk.model, head.head).on_input(take)])
+        site = find_site(walk.model, head.head)
+        watching = hooks([site.on_input(take)])
         with torch.no_grad(), watching, values_replaced(walk.model, values):
             changed = logits_of(walk.model, walk.blocks, walk.calls, segment, states)
         self.divergence_of_head += kl_by_token(logits.detach(), changed).sum().item()
@@ -161,8 +163,9 @@ class EndProbe:
         of_head = self.rate(self.divergence_of_head, gram.loss(errors))
         if end.embedding is None:
             return gram, of_head
-        self.look_ups[end.name] = of_embedding * reciprocal(of_head)
-        return with_look_ups(gram, self.look_ups[end.name]), of_head
+        look_ups = of_embedding * reciprocal(of_head)
+        self.look_ups[end.name] = look_ups
+        return with_look_ups(gram, look_ups), of_head
 
     def rate(self, summed: float, error: float) -> float:
         """The mean divergence per token and unit of error.
@@ -193,7 +196,8 @@ class EndProbe:
         plans = [replace(uniform, grid=grid) for grid in near]
         measure = partial(bits_and_error, sample, gram, prepared, uniform.kept)
         losses: dict[Grid, Tensor] = {}
-        for grid, lost in errors_on(grids, measure, len(weight) / len(sample)).items():
+        share = len(weight) / len(sample)
+        for grid, lost in errors_on(grids, measure, share).items():
             losses[grid] = torch.tensor([lost], dtype=torch.float64)
         return LayerChoice(GridOptions(plans, losses), loss_per_error, end.name)
 

@@ -97,7 +97,8 @@ def budget_options(
     """
     dense = weight.to(gram.matrix.dtype)
     first_rank, last_rank, bytes_per_rank = _rank_bounds(plan)
-    spectrum, total = rank_gains(dense - sparse.to(dense.dtype), gram.shrunk(), last_rank)
+    residual = dense - sparse.to(dense.dtype)
+    spectrum, total = rank_gains(residual, gram.shrunk(), last_rank)
     shares = spectrum * reciprocal(total)
     ladders = {"rank": Ladder(shares[first_rank:], bytes_per_rank)}
     lost = 1 - spectrum[:first_rank].sum().item() * reciprocal(total)
@@ -115,7 +116,8 @@ def budget_options(
         nonzeros_per_step = max((last - first_nonzeros) // NONZERO_STEPS, 1)
         steps = (last - first_nonzeros) // nonzeros_per_step
         added = scores[first_nonzeros:][: steps * nonzeros_per_step]
-        gains = added.view(-1, nonzeros_per_step).sum(1) * reciprocal(scores[count:].sum().item())
+        removed = scores[count:].sum().item()
+        gains = added.view(-1, nonzeros_per_step).sum(1) * reciprocal(removed)
         ladders["nonzeros"] = Ladder(gains, nonzeros_per_step * plan.dtype.itemsize)
         to_uniform = (count - first_nonzeros) // nonzeros_per_step
         lost += gains[:to_uniform].sum().item()
@@ -244,7 +246,8 @@ def _combinations_on(grid: Grid | None, members: Mapping[str, PricedPlans]) -> l
         corners = hull([(plan.size, loss) for plan, loss in able])
         ladder = [able[corner] for corner in corners]
         for (one, loss), (later, less) in itertools.pairwise(ladder):
-            steps.append(((loss - less) / (later.size - one.size), position))
+            gain_per_byte = (loss - less) / (later.size - one.size)
+            steps.append((gain_per_byte, position))
         ladders.append(ladder)
     if not all(ladders):
         return []

@@ -13,6 +13,7 @@ its inputs, which are kept: at most one block is in memory.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -384,9 +385,6 @@ def block_sensitivities(
 class Recording:
     """The inputs of the layers of a block, and the gradients at their outputs, in its passes.
 
-    Args:
-        groups: names of layers; the layers of a group read the same input.
-
     Attributes:
         inputs: of the first layer of each group, by its name: one tensor (tokens, in) per call.
         gradients: at the output of each layer: one (tokens, out) per call, in the order of the
@@ -394,27 +392,29 @@ class Recording:
         reached: the layers that a gradient has reached.
     """
 
-    def __init__(self, groups: list[list[str]]) -> None:
-        self.inputs: dict[str, list[Tensor]] = {}
-        self.gradients: dict[str, list[Tensor]] = {}
+    def __init__(self) -> None:
+        self.inputs: defaultdict[str, list[Tensor]] = defaultdict(list)
+        self.gradients: defaultdict[str, list[Tensor]] = defaultdict(list)
         self.reached: set[str] = set()
-        for group in groups:
-            self.inputs[group[0]] = []
-            for name in group:
-                self.gradients[name] = []
 
-    def hooks(self, block: nn.Module) -> list[Any]:
-        """Begin to record. Returns handles, whose `remove()` ends it."""
+    def hooks(self, block: nn.Module, groups: list[list[str]]) -> list[Any]:
+        """Begin to record. Returns handles, whose `remove()` ends it.
+
+        Args:
+            groups: names of layers; the layers of a group read the same input.
+        """
         sites = find_sites(block)
         handles = []
-        for name in self.inputs:
-            handles.append(sites[name].on_input(partial(self.keep_input, name)))
-        for name in self.gradients:
-            handles.append(sites[name].on_output(partial(self.keep_gradient, name)))
+        for group in groups:
+            first = group[0]
+            handles.append(sites[first].on_input(partial(self.keep_input, first)))
+            for name in group:
+                handles.append(sites[name].on_output(partial(self.keep_gradient, name)))
         return handles
 
     def keep_input(self, name: str, x: Tensor) -> None:
-        self.inputs[name].append(as_multiplied(x.detach().flatten(0, -2).clone()))
+        rows = x.detach().flatten(0, -2).clone()
+        self.inputs[name].append(as_multiplied(rows))
 
     def keep_gradient(self, name: str, y: Tensor) -> None:
         gradient = torch.zeros_like(y, dtype=working_dtype(y)).flatten(0, -2)
@@ -438,9 +438,9 @@ def inputs_and_gradients(
     call = backward.visit.call
     states = backward.states
     gradients = backward.gradients
-    recording = Recording(groups)
+    recording = Recording()
     with (
-        hooks(recording.hooks(block)),
+        hooks(recording.hooks(block, groups)),
         every_expert_called(block),
         computing(block),
         only_trained(block, []),

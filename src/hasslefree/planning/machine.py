@@ -128,7 +128,9 @@ def container_memory() -> ContainerMemory | None:
                 found.append(ContainerMemory(limit, max(limit - held, 0)))
     if not found:
         return None
-    return ContainerMemory(min(each.limit for each in found), min(each.free for each in found))
+    limit = min(each.limit for each in found)
+    free = min(each.free for each in found)
+    return ContainerMemory(limit, free)
 
 
 def own_groups(controller: str) -> set[PurePosixPath]:

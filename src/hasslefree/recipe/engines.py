@@ -244,12 +244,17 @@ def _changes(engine: Engine, grid: Grid) -> list[str]:
     if grid.rate is not None:
         return [f"leave out {option('coding', 'entropy')}"]
     kind = kind_of(grid)
-    # Another number of bits is a larger change than another kind.
-    held = (pair for pair in product(engine.kinds, BITS) if engine.holds(grid_of_kind(*pair)))
-    to_kind, to_bits = min(held, key=lambda to: (to[0] != kind) + 2 * abs(to[1] - grid.bits))
+
+    def distance(candidate: Grid) -> int:
+        # Another number of bits is a larger change than another kind.
+        return 2 * abs(candidate.bits - grid.bits) + (kind_of(candidate) != kind)
+
+    candidates = [grid_of_kind(each, bits) for each, bits in product(engine.kinds, BITS)]
+    nearest = min(filter(engine.holds, candidates), key=distance)
+    to_kind = kind_of(nearest)
     settings = []
-    if to_bits != grid.bits:
-        settings.append(option("bits", to_bits))
+    if nearest.bits != grid.bits:
+        settings.append(option("bits", nearest.bits))
     if grid.group is not None and grid.group % GROUP:
         settings.append(option("group_size", engine.group))
     if to_kind not in (kind, WHOLE_ZERO):
