@@ -351,7 +351,7 @@ def test_the_least_possible_size_is_possible(size):
         ({"size": "5bits", "bits": 4, "rank": 8}, "nothing left that a size could choose: leave out bits and rank"),
         (
             {"size": "5bits", "method": "joint-grid", "pattern": "unstructured", "sparsity": 0.5, "allocate": "owl"},
-            "allocate owl takes no account of a size: leave out the size, or use allocate error",
+            "allocate owl ignores the size: leave out the size, or use allocate error",
         ),
         ({"size": "5bits", "method": "wanda"}, "with method wanda, .*: use method joint-grid"),
         ({"size": "5bits", "pattern": "2:4", "rank": 8}, "with method joint, .* leave out rank"),

@@ -289,7 +289,7 @@ def test_a_model_that_is_loaded_counts_whole(tmp_path, free):
     assert terms[LOADED] == whole - block
     assert estimate(planned(tmp_path)).ram[PREFETCH] - terms[PREFETCH] == block  # which is not read
     free(peak_without(loaded, PREFETCH) - 1)
-    with pytest.raises(MemoryShortError, match="it fits with .*folder in the place of the loaded model"):
+    with pytest.raises(MemoryShortError, match="it fits with .*folder instead of the loaded model"):
         check_memory(loaded)
 
 

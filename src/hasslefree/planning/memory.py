@@ -68,7 +68,7 @@ UNIFORM = option("allocate", "uniform")
 # result.
 REMEDIES = {
     DISK: (STATES,),
-    f"{DISK} and the model's name or folder in the place of the loaded model": (STATES, LOADED),
+    f"{DISK} and the model's name or folder instead of the loaded model": (STATES, LOADED),
     f"{UNTRAINED}, which keeps one block in memory": (TRAINING, MASTERS),
     f"{UNTRAINED} {DISK}": (TRAINING, MASTERS, STATES),
     f"{UNIFORM} {UNTRAINED} {DISK}, which runs no probes": (TRAINING, MASTERS, STATES, PROBES),

@@ -437,7 +437,7 @@ def allocation_problems(recipe: Fields) -> Iterator[Problem]:
     elif recipe.allocate == "owl" and recipe.size is not None:
         yield Problem(
             ("allocate", "size"),
-            "allocate owl takes no account of a size: leave out the size, or use allocate error",
+            "allocate owl ignores the size: leave out the size, or use allocate error",
         )
     if recipe.allocate == "error" and not recipe.size and not movable(recipe):
         remedy = "leave out allocate"

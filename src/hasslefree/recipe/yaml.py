@@ -37,7 +37,7 @@ class _Loader(yaml.SafeLoader):
         if self.depth > DEEPEST:
             raise _refused("lists are nested too deeply", self.peek_event())
         if self.check_event(yaml.AliasEvent):
-            raise _refused("aliases (*name) are not read", self.peek_event())
+            raise _refused("aliases (*name) are not supported", self.peek_event())
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
@@ -93,8 +93,7 @@ def read_fields(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any
         )
     if len(above) > MOST_BASES:
         raise RecipeError(
-            f"{above[0]}: more than {MOST_BASES} recipes are on top of one another; merge some of"
-            " them"
+            f"{above[0]}: more than {MOST_BASES} recipes extend one another; merge some of them"
         )
     base_values, base_files = read_fields(target, above)
     return base_values | values, base_files | files
