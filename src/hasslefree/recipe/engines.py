@@ -174,7 +174,7 @@ def fused_name(name: str) -> str:
 
 
 def fused_apart(forms: Mapping[str, str], reasons: Mapping[str, str]) -> str | None:
-    """The sentence that names differing layers that vLLM multiplies as one; None without any.
+    """An error message on differing layers that vLLM multiplies as one; None without any.
 
     Args:
         forms: storage of each layer, by name, such as "int4 in groups of 64" or "dense".
@@ -222,8 +222,8 @@ def grid_for(
 
 
 def refusal(name: str, grid: Grid) -> str | None:
-    """The sentence on an engine that cannot hold a grid, the engines that can, and the smallest
-    change of the recipe that helps; None if the engine holds the grid.
+    """An error message: the engine cannot hold the grid, which engines can, and the smallest change
+    of the recipe that helps; None if the engine holds the grid.
     """
     engine = ENGINES[name]
     if engine.holds(grid):
@@ -232,7 +232,7 @@ def refusal(name: str, grid: Grid) -> str | None:
 
 
 def not_held(name: str, grid: Grid) -> str:
-    """The sentence on an engine that cannot hold a grid, and the engines that can."""
+    """An error message: the engine cannot hold the grid, and which engines can."""
     able = [other for other, candidate in ENGINES.items() if candidate.holds(grid)]
     others = f" ({' and '.join(able)} can)" if able else ""
     described = f"{grid}, with whole zeros" if kind_of(grid) == WHOLE_ZERO else str(grid)

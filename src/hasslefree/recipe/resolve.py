@@ -451,7 +451,7 @@ def allocation_problems(recipe: Fields) -> Iterator[Problem]:
 
 
 def budget_problems(recipe: Fields, solver: Method) -> Iterator[Problem]:
-    """The lack of a rank, a ratio or a size for a method with an L."""
+    """The missing budget of a method with an L: a rank, a ratio or a size."""
     if isinstance(solver, Prune) or given_fields(recipe, ("rank", "ratio", "size")):
         return
     yield Problem(
@@ -462,7 +462,7 @@ def budget_problems(recipe: Fields, solver: Method) -> Iterator[Problem]:
 
 
 def factor_problems(recipe: Fields, bits: int) -> Iterator[Problem]:
-    """Conflicts of bits for the factors with a method or a rank without factors."""
+    """Conflicts of factor_bits with a method or a rank that has no factors."""
     if only_prunes(recipe):
         yield Problem(
             ("factor_bits",),
@@ -496,7 +496,7 @@ def engine_problems(
 
 
 def size_problems(recipe: Fields, size: str) -> Iterator[Problem]:
-    """Malformed sizes, and sizes that leave neither bits nor ranks to choose."""
+    """A malformed size, and fields that leave nothing for a size to choose."""
     yield from refusals(lambda: Size.parse(size), "size")
     if not movable(recipe):
         given = given_fields(recipe, ("bits", "rank"))
