@@ -24,7 +24,7 @@ from hasslefree.errors import (
 from hasslefree.models.activations import Activations
 from hasslefree.models.load import load_on_disk
 from hasslefree.packed.linear import compressed_layers
-from hasslefree.planning.duration import flops_by_phase
+from hasslefree.planning.duration import flops_by_phase, passes_by_group
 from hasslefree.planning.machine import free_memory
 from hasslefree.planning.memory import (
     BLOCK,
@@ -391,6 +391,11 @@ def test_flops_by_hand(tmp_path):
         planned(tmp_path / "owl", Recipe(sparsity=0.5, pattern="unstructured", method="wanda", allocate="owl"))
     )
     assert owl[ALLOCATION] > owl[INPUTS] / 2, "the inputs are collected twice"
+
+
+def test_a_first_block_that_stays_dense_does_not_hide_the_passes_of_the_others(tmp_path):
+    rest = dataclasses.replace(FAST, leave_dense=("*.layers.0.*",))
+    assert passes_by_group(planned(tmp_path / "rest", rest)) == passes_by_group(planned(tmp_path / "all")) == 4.5
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,8 @@ def passes_by_group(setup: Setup) -> float:
     """One pass for each group of layers with the same input, about half as many as kinds of layers,
     and one for the outputs of the block.
     """
-    return 1 + len(by_kind(setup.plan.blocks[0])) / 2
+    kinds = max(len(by_kind(plans)) for plans in setup.plan.blocks)
+    return 1 + kinds / 2
 
 
 def seconds_by_phase(setup: Setup, without: Collection[str] = ()) -> dict[str, float]:
