@@ -159,6 +159,16 @@ def test_many_tokens_by_tables_or_by_tiles(out, width, tokens, tiles, monkeypatc
     reference.assert_close(linear_packed(x, *reference.pack_groups(s, 2, 4), "2:4"), x, s)
 
 
+@pytest.mark.parametrize("out", [64, 600])
+def test_the_dtype_of_a_product_under_autocast_is_that_of_its_inputs(out):
+    """In one tile (64 rows) and in several (600)."""
+    s = reference.sparse(out, 1024, 2, 4, torch.float32, seed=3)
+    x = inputs(20, 4096, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = ops.packed_product(x, *reference.pack_mask(s), "row")
+    assert y.dtype == torch.float32
+
+
 def test_every_pair_of_a_table_is_exact(monkeypatch):
     """Oracle: the matrix that was packed, by the product with the identity; NaN and Inf pass where they are used."""
     monkeypatch.setattr(ops, "multiplies_tiles", lambda: False)

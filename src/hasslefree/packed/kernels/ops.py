@@ -183,15 +183,10 @@ def _by_tiles(
     height = min(out, max(MIN_TILE_ROWS, TILE_BYTES // row_bytes))
     tile = workspace((height, width), x.dtype)
 
-    def product_with(rows: slice) -> Tensor:
+    y = x.new_empty(len(x), out)
+    for rows in tiles(out, height):
         unpacked = tile[: rows.stop - rows.start]
         some = (first_values[rows], rows_of_masks[rows])
         kernels.unpack_by_masks(stored, *some, bits_of(unpacked), kernels.STEP)
-        return linear(x, unpacked)
-
-    if height == out:
-        return product_with(slice(0, out))
-    y = x.new_empty(len(x), out)
-    for rows in tiles(out, height):
-        y[:, rows] = product_with(rows)
+        y[:, rows] = linear(x, unpacked)
     return y
