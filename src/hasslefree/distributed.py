@@ -144,8 +144,9 @@ def lost_peers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        first_line, _, _ = str(error).partition("\n")
         raise DistributedError(
             "another process of this compression has failed; the last lines of torchrun's output"
             " say which one. Finished blocks are kept: correct the cause, and use"
-            f" {option('resume', True)} ({str(error).splitlines()[0][:200]})"
+            f" {option('resume', True)} ({first_line[:200]})"
         ) from error

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from hypothesis import strategies as st
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.demo.run import CALIBRATION, MODEL
-from hasslefree.distributed import World, process_group
-from hasslefree.errors import CalibrationError
+from hasslefree.distributed import World, lost_peers, process_group
+from hasslefree.errors import CalibrationError, DistributedError
+from hasslefree.pipeline.compress import workplace
 from hasslefree.pipeline.preflight import check_segments
 from tests.listeners import by_layer, free_port
 from tests.tiny_models import NO_TOKENIZER, build, segments, tensors_of
@@ -248,6 +250,24 @@ def two_groups(rank, port):
         with process_group(torch.device("cpu")) as world:
             assert world.broadcast(turn) == turn
             time.sleep(1 - rank)
+
+
+def test_an_error_of_a_lost_peer_may_have_no_text():
+    with pytest.raises(DistributedError, match="another process of this compression has failed"), lost_peers():
+        raise RuntimeError
+
+
+def test_every_process_counts_the_files_of_an_earlier_run_as_the_first_does(tmp_path):
+    """Those that --overwrite removes later still take room on the disk."""
+    out = tmp_path / "out"
+    assert run(1, out, Recipe(rank=2, method="eora"), stop_after=10) != [0]
+    sent = []
+    first = SimpleNamespace(writes=True, broadcast=sent.append)
+    with workplace(out, True, False, first) as work:
+        assert work.bytes
+    other = SimpleNamespace(writes=False, broadcast=lambda _: sent[0])
+    with workplace(out, True, False, other) as copy:
+        assert copy.bytes == work.bytes
 
 
 @forked

@@ -405,8 +405,8 @@ def workplace(out: Path, overwrite: bool, resume: bool, world: World) -> Iterato
     """Open the unfinished folder of OUT, read-only in processes that do not write."""
     if world.writes:
         with unfinished(out, overwrite, resume) as work:
-            world.broadcast(work.progress)
+            world.broadcast((work.progress, work.bytes))
             yield work
     else:
-        progress = world.broadcast(None)
-        yield Unfinished(out, progress, progress.bytes)
+        progress, earlier_bytes = world.broadcast(None)
+        yield Unfinished(out, progress, earlier_bytes)
