@@ -33,7 +33,6 @@ from hasslefree.models.calibrate import MomentSums, widest_dtype
 from hasslefree.models.calls import hooks
 from hasslefree.models.ends import End
 from hasslefree.models.precision import as_multiplied
-from hasslefree.models.probe import logits_of
 from hasslefree.models.sites import find_site
 from hasslefree.models.walk import Walk, values_replaced
 from hasslefree.planning.plan import LayerPlan
@@ -107,7 +106,7 @@ class EndProbe:
 
         Args:
             segment: token ids (tokens,).
-            states: outputs of the last block, as `logits_of` takes them.
+            states: outputs of the last block, as `Walk.logits` takes them.
             logits: of the dense model, (tokens, vocabulary).
         """
         self.tokens += len(segment)
@@ -126,7 +125,7 @@ class EndProbe:
         site = find_site(walk.model, head.head)
         watching = hooks([site.on_input(take)])
         with torch.no_grad(), watching, values_replaced(walk.model, values):
-            changed = logits_of(walk.model, walk.blocks, walk.calls, segment, states)
+            changed = walk.logits(segment, states)
         self.divergence_of_head += kl_by_token(logits.detach(), changed).sum().item()
 
     def at_embedding(self, segments: Tensor, gradients: Activations) -> None:

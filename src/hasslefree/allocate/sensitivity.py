@@ -42,7 +42,6 @@ from hasslefree.models.calibrate import (
 from hasslefree.models.calls import hooks
 from hasslefree.models.experts import every_expert_called
 from hasslefree.models.precision import as_multiplied, computing, only_trained
-from hasslefree.models.probe import logits_of
 from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Visit, Walk
 from hasslefree.planning.plan import LayerPlan, Plan
@@ -172,8 +171,8 @@ def check_predictions(
 ) -> None:
     """Raise a ModelError, before any work, if the output head cannot run without the blocks."""
     try:
-        with walk.outside(), computing(walk.model, walk.outer()), torch.no_grad():
-            logits_of(walk.model, walk.blocks, walk.calls, segments[0], states[0])
+        with walk.head(), torch.no_grad():
+            walk.logits(segments[0], states[0])
     except HasslefreeError:
         raise
     except Exception as error:
@@ -197,12 +196,12 @@ def gradients_of_labels(
     block.
     """
     gradients = states.copy()
-    with walk.outside(), computing(walk.model, walk.outer()), torch.enable_grad():
+    with walk.head(), torch.enable_grad():
         for index, segment in enumerate(segments):
             position = index * world.size + world.rank
             generator = torch.Generator().manual_seed((seed + SPREAD * position) % 2**63)
             leaf = states[index].requires_grad_()
-            logits = logits_of(walk.model, walk.blocks, walk.calls, segment, leaf)
+            logits = walk.logits(segment, leaf)
             if ends is not None:
                 ends.at_head(segment, leaf.detach(), logits)
             labels = sample_labels(logits.detach(), generator)

@@ -14,7 +14,8 @@ from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.calibrate import run_block, with_batching
 from hasslefree.models.calls import BlockCall, replaced
-from hasslefree.models.probe import block_calls, entering
+from hasslefree.models.precision import computing
+from hasslefree.models.probe import block_calls, entering, logits_of
 from hasslefree.models.sites import Site, find_site
 from hasslefree.models.weights import Weights, outside
 from hasslefree.progress import PREFLIGHT, Phases
@@ -110,9 +111,21 @@ class Walk:
             with values_replaced(self.model, self.rounded):
                 yield
 
-    def outer(self) -> list[nn.Module]:
-        """The modules outside the blocks."""
-        return list(outside(self.model, self.blocks)())
+    @contextmanager
+    def head(self, dense: bool = False) -> Iterator[None]:
+        """Within it, `logits` can be computed. dense: as for `outside`."""
+        modules = outside(self.model, self.blocks)
+        with self.outside(dense), computing(self.model, modules(), unpack=False):
+            yield
+
+    def logits(self, segment: Tensor, states: Tensor) -> Tensor:
+        """Compute the logits (tokens, vocabulary) from outputs of the last block, within `head`.
+
+        Args:
+            segment: token ids (tokens,).
+            states: (1, tokens, width).
+        """
+        return logits_of(self.model, self.blocks, self.calls, segment, states)
 
     def entering(self, segments: Tensor) -> Activations:
         """Compute what enters the first block, in float32 at least. segments: token ids (samples,

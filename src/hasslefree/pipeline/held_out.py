@@ -4,7 +4,6 @@ calibration's text, and code of Python's library, which every machine has.
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Self
 
 import torch
@@ -16,8 +15,6 @@ from hasslefree.core.predictions import Comparison
 from hasslefree.errors import HasslefreeError, ModelError
 from hasslefree.models.activations import Activations
 from hasslefree.models.calibrate import run_block
-from hasslefree.models.precision import computing
-from hasslefree.models.probe import logits_of
 from hasslefree.models.walk import Visit, Walk
 from hasslefree.pipeline.preflight import check_segments
 from hasslefree.pipeline.text import Texts
@@ -117,13 +114,13 @@ class Check:
         dense_loss = 0.0
         compressed_loss = 0.0
         comparison = Comparison()
-        with self.head(dense=True):
+        with self.walk.head(dense=True):
             for index in indices:
                 segment = self.segments[index]
                 for first in range(0, len(segment) - 1, HELD_OUT_ROWS):
                     labels = segment[first + 1 : first + 1 + HELD_OUT_ROWS]
                     dense = self.logits(self.dense, index, first)
-                    with self.head(dense=False):
+                    with self.walk.head(dense=False):
                         compressed = self.logits(self.compressed, index, first)
                     dense_loss += F.cross_entropy(dense, labels, reduction="sum").item()
                     compressed_loss += F.cross_entropy(compressed, labels, reduction="sum").item()
@@ -137,13 +134,6 @@ class Check:
             kl=kl_record(comparison),
         )
 
-    @contextmanager
-    def head(self, dense: bool) -> Iterator[None]:
-        """Let the output head of the dense or of the compressed model run."""
-        walk = self.walk
-        with walk.outside(dense), computing(walk.model, walk.outer(), unpack=False):
-            yield
-
     def logits(self, run: Activations, index: int, first: int) -> Tensor:
         """The predictions after some tokens of a segment, but the last: (tokens, vocabulary).
 
@@ -152,10 +142,9 @@ class Check:
             index: of the segment.
             first: of the at most `HELD_OUT_ROWS` tokens.
         """
-        walk = self.walk
         rows = slice(first, first + HELD_OUT_ROWS)
         tokens = self.segments[index, rows]
-        logits = logits_of(walk.model, walk.blocks, walk.calls, tokens, run[index][:, rows])
+        logits = self.walk.logits(tokens, run[index][:, rows])
         return logits[: self.segments.shape[1] - 1 - first].float()
 
 

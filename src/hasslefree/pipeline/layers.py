@@ -29,8 +29,6 @@ from hasslefree.errors import HasslefreeError, MemoryShortError, ModelError, opt
 from hasslefree.models.calibrate import Collector, checked
 from hasslefree.models.calls import Stop, hooks
 from hasslefree.models.ends import End
-from hasslefree.models.precision import computing
-from hasslefree.models.probe import logits_of
 from hasslefree.models.sites import find_site
 from hasslefree.models.walk import Visit
 from hasslefree.models.weights import trim
@@ -255,11 +253,11 @@ def head_gram(job: Job, name: str, reference: Reference | None) -> Gram:
     collector.calls_per_pass = 1
     sums = collector.sums[name]
     watching = hooks(collector.watch(walk.model))
-    with walk.outside(), computing(walk.model, walk.outer()), watching, torch.no_grad():
+    with walk.head(), watching, torch.no_grad():
         for index, segment in enumerate(segments):
             collector.called.clear()
             with suppress(Stop):
-                logits_of(walk.model, walk.blocks, walk.calls, segment, states[index])
+                walk.logits(segment, states[index])
     if not sums.count:
         raise ModelError(
             f"{type(walk.model).__name__} does not call {name}, so there are no inputs to calibrate"

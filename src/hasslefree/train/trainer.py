@@ -32,8 +32,7 @@ from hasslefree.checkpoint.record import PredictionRecord
 from hasslefree.distributed import ALONE, World
 from hasslefree.errors import NonFiniteError, option
 from hasslefree.models.calibrate import BATCH, run_block, with_batching
-from hasslefree.models.precision import computing, only_trained
-from hasslefree.models.probe import logits_of
+from hasslefree.models.precision import only_trained
 from hasslefree.models.walk import Walk
 from hasslefree.packed.linear import compressed_layers
 from hasslefree.planning.schedule import Training
@@ -309,7 +308,7 @@ class Trainer:
             states: outputs of the last block. Both (segments, tokens, width).
         """
         gradients: list[Tensor] = []
-        with self.head(dense=True), torch.enable_grad():
+        with self.walk.head(dense=True), torch.enable_grad():
             for row, segment in enumerate(segments):
                 leaf = states[[row]].detach().requires_grad_()
                 with self.divergence(segment, leaf) as divergence:
@@ -319,7 +318,7 @@ class Trainer:
     @contextmanager
     def divergence(self, segment: int, states: Tensor) -> Iterator[Tensor]:
         """KL(dense ‖ compressed), summed over the tokens of one segment, in nats. Its gradient must
-        be computed in this context, which is within the `head` of the dense model.
+        be computed in this context, which is within `Walk.head` of the dense model.
 
         Args:
             segment: local index.
@@ -327,21 +326,10 @@ class Trainer:
         """
         ids = self.reference.segments[segment]
         with torch.no_grad():
-            target = self.logits(ids, self.reference.states[segment])
+            target = self.walk.logits(ids, self.reference.states[segment])
         # Without rounded values the compressed model has the same head.
-        with self.head(dense=False) if self.walk.rounded else nullcontext():
-            yield Divergence.apply(target, self.logits(ids, states))
-
-    def logits(self, ids: Tensor, states: Tensor) -> Tensor:
-        """The logits (tokens, vocabulary) for outputs of the last block, (1, tokens, width)."""
-        return logits_of(self.walk.model, self.walk.blocks, self.walk.calls, ids, states)
-
-    @contextmanager
-    def head(self, dense: bool) -> Iterator[None]:
-        """Let the output head of the dense or of the compressed model run."""
-        walk = self.walk
-        with walk.outside(dense), computing(walk.model, walk.outer(), unpack=False):
-            yield
+        with self.walk.head(dense=False) if self.walk.rounded else nullcontext():
+            yield Divergence.apply(target, self.walk.logits(ids, states))
 
     def validate(self) -> float:
         """Mean divergence per token, in nats, on the validation segments of all processes."""
@@ -353,7 +341,7 @@ class Trainer:
             states = self.entering(segments)
             for trained in self.trained:
                 states = trained.run(states)
-            with self.head(dense=True), torch.no_grad():
+            with self.walk.head(dense=True), torch.no_grad():
                 for row, segment in enumerate(segments):
                     with self.divergence(segment, states[[row]]) as divergence:
                         total += divergence.item()
