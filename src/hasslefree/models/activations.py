@@ -43,7 +43,7 @@ class Activations:
         self.device = device
         self.storage = storage
         self.folder = folder
-        if storage == "disk" and shape[0]:
+        if storage == "disk":
             self.states = _in_file(shape, dtype, folder)
         else:
             target = device if storage == "device" else "cpu"
@@ -84,7 +84,8 @@ def _in_file(
     dtype: torch.dtype,
     folder: Path,
 ) -> Tensor:
-    size = math.prod(shape) * dtype.itemsize
+    numbers = math.prod(shape)
+    size = numbers * dtype.itemsize
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as file:
             if hasattr(os, "posix_fallocate"):
@@ -93,7 +94,7 @@ def _in_file(
             else:  # macOS
                 os.truncate(file.fileno(), size)
             # Mapped, it needs neither its name nor a descriptor, of which a process has few.
-            states = torch.from_file(file.name, shared=True, size=math.prod(shape), dtype=dtype)
+            states = torch.from_file(file.name, shared=True, size=numbers, dtype=dtype)
             return states.view(shape)
     except OSError as error:
         raise OutputError(

@@ -27,8 +27,8 @@ class Blocks:
 
     name: str
     modules: tuple[nn.Module, ...]
-    shared: frozenset[str] = frozenset()
-    ends: tuple[End, ...] = ()
+    shared: frozenset[str]
+    ends: tuple[End, ...]
 
     def prefix(self, index: int) -> str:
         return f"{self.name}.{index}"
@@ -105,7 +105,7 @@ def other_modalities(model: Any, blocks: Blocks) -> list[str]:
     for prefix in reversed(holders[1:]):  # the innermost one is the text decoder
         for name, child in model.get_submodule(prefix).named_children():
             full_name = f"{prefix}.{name}" if prefix else name
-            is_head = any(module is head for module in child.modules())
+            is_head = head in child.modules()
             has_weights = any(True for _ in child.parameters())
             if has_weights and not is_head and not inside(blocks.name, full_name):
                 names.append(full_name)

@@ -17,7 +17,7 @@ from hasslefree.errors import NonFiniteError, option
 from hasslefree.models.activations import Activations
 from hasslefree.models.calls import BlockCall, Stop, hooks
 from hasslefree.models.experts import every_expert_called, share_of_tokens
-from hasslefree.models.precision import as_multiplied, computing, solving
+from hasslefree.models.precision import as_multiplied, computing
 from hasslefree.models.sites import find_site
 from hasslefree.units import FLOAT
 
@@ -243,8 +243,7 @@ class Collector:
     def take(self, name: str, x: Tensor) -> None:
         """Add inputs (…, in) of a layer."""
         rows = as_multiplied(x.reshape(-1, x.shape[-1]))
-        with solving(x.device):
-            self.sums[name].take(rows)
+        self.sums[name].take(rows)
         self.called.append(name)
         if len(self.called) == self.calls_per_pass:
             raise Stop
