@@ -2,8 +2,7 @@
 may be one.
 """
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -111,12 +110,12 @@ def find_ends(model: Any) -> tuple[End, ...]:
     ends = [end for end in (embedding, head) if end is not None]
     if embedding and head and head.name in sharing(model, embedding.name):
         obstacle = embedding.obstacle or head.obstacle
-        ends = [dataclasses.replace(embedding, head=head.name, obstacle=obstacle)]
+        ends = [replace(embedding, head=head.name, obstacle=obstacle)]
     for index, end in enumerate(ends):
         others = sharing(model, end.name) - set(end.names)
         if others and end.obstacle is None:
             obstacle = f"{', '.join(sorted(others))} share it"
-            ends[index] = dataclasses.replace(end, obstacle=obstacle)
+            ends[index] = replace(end, obstacle=obstacle)
     return tuple(ends)
 
 
@@ -140,15 +139,15 @@ def end_of(name: str, module: Any, is_embedding: bool) -> End | None:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
         return None
-    rows, width = weight.shape
+    shape = (weight.shape[0], weight.shape[1])
     if is_embedding:
         scale = scale_of(module)
         if scale is None:
-            return End(name, None, (rows, width), weight.dtype, NO_LOOK_UP)
-        return End(name, None, (rows, width), weight.dtype, scale=scale)
+            return End(name, None, shape, weight.dtype, NO_LOOK_UP)
+        return End(name, None, shape, weight.dtype, scale=scale)
     multiplies = isinstance(module, nn.Linear) and is_matrix(module)
     obstacle = None if multiplies else NO_PRODUCT
-    return End(None, name, (rows, width), weight.dtype, obstacle)
+    return End(None, name, shape, weight.dtype, obstacle)
 
 
 def scale_of(module: Any) -> float | None:

@@ -104,12 +104,10 @@ class Walk:
         Args:
             dense: with the dense values of embedding and head, even if there are `rounded` ones.
         """
-        with self.weights.present(outside(self.model, self.blocks)):
-            if dense or not self.rounded:
-                yield
-                return
-            with values_replaced(self.model, self.rounded):
-                yield
+        modules = outside(self.model, self.blocks)
+        values = {} if dense else self.rounded
+        with self.weights.present(modules), values_replaced(self.model, values):
+            yield
 
     @contextmanager
     def head(self, dense: bool = False) -> Iterator[None]:
