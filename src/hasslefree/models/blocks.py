@@ -47,7 +47,7 @@ def find_blocks(model: nn.Module) -> Blocks:
     have further lists for other modalities. Among large lists the least nested one wins, then the
     one with most parameters. Raises a ModelError if there is none.
     """
-    for prefix in around(model):
+    for prefix in embedding_ancestors(model):
         lists = {}
         sizes = {}
         for name, module in model.get_submodule(prefix).named_modules(prefix=prefix):
@@ -86,7 +86,7 @@ def inside(name: str, ancestor: str) -> bool:
     return not ancestor or name.startswith(f"{ancestor}.")
 
 
-def around(model: Any) -> list[str]:
+def embedding_ancestors(model: Any) -> list[str]:
     """The names of the modules that hold the input embeddings: the innermost first, the model, "",
     last.
     """
@@ -101,7 +101,7 @@ def other_modalities(model: Any, blocks: Blocks) -> list[str]:
     """The names of the modules outside the text decoder that process images, sound or video."""
     names = []
     head = model.get_output_embeddings()
-    holders = [prefix for prefix in around(model) if inside(blocks.name, prefix)]
+    holders = [prefix for prefix in embedding_ancestors(model) if inside(blocks.name, prefix)]
     for prefix in reversed(holders[1:]):  # the innermost one is the text decoder
         for name, child in model.get_submodule(prefix).named_children():
             full_name = f"{prefix}.{name}" if prefix else name

@@ -127,7 +127,7 @@ class SplitExperts(nn.Module):
                 if isinstance(linear, nn.Linear):
                     linear.register_parameter(tensor.leaf, nn.Parameter(part, requires_grad=False))
 
-    def together(self) -> Any:
+    def fuse(self) -> Any:
         """The module of transformers with the weights of the experts in it again."""
         for name, tensor in self.tensors.items():
             fused = []
@@ -278,7 +278,7 @@ def fuse_experts(model: Any) -> None:
     # Names, not modules: a list of modules would keep their weights beside the fused ones.
     names = [name for name, module in model.named_modules() if isinstance(module, SplitExperts)]
     for name in names:
-        model.set_submodule(name, model.get_submodule(name).together())
+        model.set_submodule(name, model.get_submodule(name).fuse())
         # How transformers converts between the tensors of a checkpoint and fused ones, which the
         # split changed.
         vars(model).pop("_weight_conversions", None)

@@ -150,7 +150,9 @@ def auto_class(config: Any) -> Any:
 def quantization(config: Any) -> dict[str, Any]:
     """The `quantization_config` of a configuration; empty if there is none."""
     settings = getattr(config, "quantization_config", None) or {}
-    return settings if isinstance(settings, dict) else dict(settings.to_dict())
+    if isinstance(settings, dict):
+        return settings
+    return dict(settings.to_dict())
 
 
 def refuse_compressed(config: Any, name: str, loaded: bool = False) -> None:

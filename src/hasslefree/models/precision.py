@@ -47,7 +47,8 @@ def computing(
         unpack: False if S may change meanwhile: then it is unpacked at every call.
     """
     running = list(block.modules() if modules is None else modules)
-    matrix = max((p for m in running for p in m.parameters(recurse=False)), key=nn.Parameter.numel)
+    parameters = [p for module in running for p in module.parameters(recurse=False)]
+    matrix = max(parameters, key=nn.Parameter.numel)
     products = product_dtype(matrix.dtype, matrix.device)
     narrow = torch.autocast(
         matrix.device.type, products, enabled=products is not None, cache_enabled=False

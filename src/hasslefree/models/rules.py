@@ -5,7 +5,7 @@ dense.
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
@@ -61,7 +61,7 @@ class Selection:
     blocks: Blocks
     sites: tuple[dict[str, Matrix], ...]
     dense: dict[str, str]
-    ends: dict[str, End] = field(default_factory=dict)
+    ends: dict[str, End]
 
     @property
     def automatically_dense(self) -> list[str]:
@@ -220,11 +220,11 @@ def select_sites(blocks: Blocks, leave_dense: Collection[str] = ()) -> Selection
         )
     if not any(selected):
         raise nothing_selected(dense)
-    return Selection(blocks, tuple(selected), dense)
+    return Selection(blocks, tuple(selected), dense, ends={})
 
 
 def select_ends(
-    blocks: Blocks, leave_dense: Collection[str] = ()
+    blocks: Blocks, leave_dense: Collection[str]
 ) -> tuple[dict[str, End], dict[str, str]]:
     """The embedding and the head to compress, by name; and the reason for each that stays dense.
 
