@@ -1,4 +1,4 @@
-"""Keep the hidden states between two blocks: on the device, in RAM or in a file."""
+"""Storage of the hidden states between two blocks: on the device, in RAM or in a file."""
 
 import math
 import os
@@ -16,7 +16,7 @@ STORAGES = ("device", "cpu", "disk")
 
 
 def check_storage(storage: str) -> None:
-    """Raise an UnknownNameError if there is no such storage."""
+    """Raise an UnknownNameError unless `storage` is one of `STORAGES`."""
     if storage not in STORAGES:
         raise UnknownNameError("storage of activations", storage, STORAGES)
 
@@ -26,9 +26,9 @@ class Activations:
 
     Args:
         shape: (samples, tokens, width).
-        device: where segments are used.
-        storage: "device", "cpu" (RAM), or "disk": a file without a name in `folder`, mapped into
-            memory, which is gone with the process.
+        device: device on which segments are used.
+        storage: "device", "cpu" (RAM), or "disk": an unnamed, memory-mapped file in `folder`, which
+            the system deletes when the process ends.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Activations:
         return len(self.states)
 
     def __getitem__(self, index: int | slice) -> Tensor:
-        """Segments (segments, tokens, width) on the device. Raises an IndexError past the end, at
-        which a loop stops.
+        """Return segments (segments, tokens, width) on the device. An index past the end raises an
+        IndexError, which ends a `for` loop.
         """
         states = self.states[index]
         if not isinstance(index, slice):
@@ -71,9 +71,7 @@ class Activations:
         self.states[index] = states
 
     def batches(self, tokens: int) -> Iterator[slice]:
-        """Yield slices of all segments: at most `tokens` tokens at a time, and at least one
-        segment.
-        """
+        """Yield slices that cover all segments, each of at most `tokens` tokens or one segment."""
         count = max(tokens // self.shape[1], 1)
         for first in range(0, len(self), count):
             yield slice(first, first + count)
@@ -89,11 +87,11 @@ def _in_file(
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as file:
             if hasattr(os, "posix_fallocate"):
-                # Disk blocks are taken now: a full disk would be a SIGBUS later.
+                # Allocate now: if the disk is full later, a write raises SIGBUS.
                 os.posix_fallocate(file.fileno(), 0, size)
             else:  # macOS
                 os.truncate(file.fileno(), size)
-            # Mapped, it needs neither its name nor a descriptor, of which a process has few.
+            # The mapping outlives the name and the descriptor; descriptors are scarce.
             states = torch.from_file(file.name, shared=True, size=numbers, dtype=dtype)
             return states.view(shape)
     except OSError as error:

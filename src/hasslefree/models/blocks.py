@@ -1,4 +1,4 @@
-"""Find the decoder blocks of a model and the matrices in them, with no code for any one family."""
+"""Find the decoder blocks of a model, without code for particular model families."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from hasslefree.errors import ModelError
 from hasslefree.models.ends import End, asked, find_ends
 from hasslefree.models.sites import find_sites
 
-# A list of blocks has at least this share of the parameters of the largest list.
+# Minimum number of parameters in a list of blocks, as a share of those in the largest list.
 LARGE = 0.1
 
 
@@ -19,9 +19,9 @@ class Blocks:
     """The decoder blocks of a model.
 
     Args:
-        name: of the module list.
+        name: name of the module list.
         modules: the blocks in order.
-        shared: the names of parameters that several blocks have.
+        shared: names of the parameters that several blocks share.
         ends: the matrices of the embedding and the head.
     """
 
@@ -34,18 +34,21 @@ class Blocks:
         return f"{self.name}.{index}"
 
     def part(self, index: int) -> Callable[[], Iterable[nn.Module]] | None:
-        """All modules of a block, as `Weights.present` takes them; None past the ends."""
+        """Return a function that lists a block's modules, for `Weights.present`; None if no block
+        has this index.
+        """
         if 0 <= index < len(self.modules):
             return self.modules[index].modules
         return None
 
 
 def find_blocks(model: nn.Module) -> Blocks:
-    """Find the module list nearest to the input embeddings with linear layers in every element.
+    """Find the list of decoder blocks: a module list with linear layers in every element.
 
-    The innermost module around the embeddings that holds such lists is searched: multimodal models
-    have further lists for other modalities. Among large lists the least nested one wins, then the
-    one with most parameters. Raises a ModelError if there is none.
+    Multimodal models have such lists for other modalities too, so the list is searched in the
+    innermost module that contains the input embeddings and at least one list. Of its large lists,
+    take the least nested one, then the one with the most parameters. Raises a ModelError if there
+    is none.
     """
     for prefix in embedding_ancestors(model):
         lists = {}
@@ -66,7 +69,7 @@ def find_blocks(model: nn.Module) -> Blocks:
 
 
 def shared_parameters(model: Any, name: str) -> frozenset[str]:
-    """The names of parameters that several blocks have. name: of the list of blocks.
+    """Names of the parameters that several blocks share. name: name of the list of blocks.
 
     Zamba2 ties `model.layers.3.shared_transformer…` to `model.layers.1.shared_transformer…`.
     """
@@ -82,13 +85,13 @@ def shared_parameters(model: Any, name: str) -> frozenset[str]:
 
 
 def inside(name: str, ancestor: str) -> bool:
-    """Return True if a module or parameter is inside the module `ancestor`; "" is the model."""
+    """Return True if a module or parameter belongs to the module `ancestor`; "" is the model."""
     return not ancestor or name.startswith(f"{ancestor}.")
 
 
 def embedding_ancestors(model: Any) -> list[str]:
-    """The names of the modules that hold the input embeddings: the innermost first, the model, "",
-    last.
+    """Names of the modules that contain the input embeddings, from the innermost one to the model
+    itself, "".
     """
     embeddings, _ = asked(model, "get_input_embeddings")
     holders = [embeddings.rpartition(".")[0]]
@@ -98,7 +101,7 @@ def embedding_ancestors(model: Any) -> list[str]:
 
 
 def other_modalities(model: Any, blocks: Blocks) -> list[str]:
-    """The names of the modules outside the text decoder that process images, sound or video."""
+    """Names of the modules outside the text decoder that process images, sound or video."""
     names = []
     head = model.get_output_embeddings()
     holders = [prefix for prefix in embedding_ancestors(model) if inside(blocks.name, prefix)]
@@ -113,12 +116,12 @@ def other_modalities(model: Any, blocks: Blocks) -> list[str]:
 
 
 def head_unit(block: nn.Module, name: str) -> int:
-    """The number of consecutive inputs of a layer that can only be removed together.
+    """Number of consecutive inputs of a layer that can only be removed together.
 
-    For a layer that reads the heads of attention these are the channels of all query heads that
-    share a key head; for other layers it is 1. Attention is recognised by the names of Llama.
+    For the output projection of attention, these are the channels of all query heads that share a
+    key head; for other layers, it is 1. Attention is recognised by the names of Llama's layers.
 
-    name: of the layer in the block.
+    name: name of the layer in the block.
     """
     parent, _, leaf = name.rpartition(".")
     attention: Any = block.get_submodule(parent)

@@ -21,19 +21,20 @@ from hasslefree.models.precision import as_multiplied, computing
 from hasslefree.models.sites import find_site
 from hasslefree.units import FLOAT
 
-# Number of tokens whose squares are summed in float32 at a time, and number of columns.
+# Tokens per float32 product of inputs with themselves.
 CHUNK = 2048
+# Columns per product, by type of device.
 PANEL = {"cpu": 384, "cuda": 2048}
-# Number of tokens that run through a block at a time, if it takes several segments.
+# Tokens that run through a block at a time, if the block takes several segments.
 BATCH = 4096
-# The rounding of bfloat16 may move the output of a token by this share of its norm.
+# Largest relative change of a token's output that counts as rounding of bfloat16.
 TOLERANCE = 0.05
-# Number of calibration tokens on which the predictions of whole models are compared.
+# Calibration tokens on which the predictions of whole models are compared.
 PROBED = 4096
 
 
 def probes(samples: int, seqlen: int) -> int:
-    """The number of segments, the first ones, that are probes: at least one."""
+    """Number of probes: the first calibration segments, at least one."""
     return min(samples, max(PROBED // seqlen, 1))
 
 
@@ -42,7 +43,7 @@ def run_block(
     call: BlockCall,
     hidden: Activations,
 ) -> None:
-    """Replace the inputs of a block by its outputs."""
+    """Run a block, and replace its inputs by its outputs."""
     with computing(block), torch.no_grad():
         for batch in hidden.batches(BATCH):
             hidden[batch] = call.run(block, hidden[batch])
@@ -53,8 +54,8 @@ def with_batching(
     call: BlockCall,
     hidden: Activations,
 ) -> BlockCall:
-    """The call, `batched` if the block gives the same outputs for two segments together as for each
-    alone. call: not `batched`.
+    """Return the call, `batched` if the block gives the same outputs for two segments together as
+    for each alone. call: a call that is not `batched`.
     """
     if len(hidden) < 2:
         return call
@@ -81,9 +82,9 @@ def with_batching(
 def activation_values(
     block: nn.Module, shapes: Mapping[str, tuple[int, int]], tokens: int
 ) -> float:
-    """The number of values that layers of a block read and write in a pass of `tokens` tokens.
+    """Number of values that layers of a block read and write in a pass of `tokens` tokens.
 
-    shapes: (out, in) by the name of the layer.
+    shapes: (out, in) by layer name.
     """
     values = 0.0
     for name, (out, width) in shapes.items():
@@ -92,8 +93,8 @@ def activation_values(
 
 
 def pass_bytes(values: float) -> int:
-    """The memory of a pass whose layers read and write this number of float32 values; arrays
-    between layers take as much.
+    """Memory of a pass whose layers read and write `values` float32 values, in bytes. Arrays
+    between layers are assumed to take as much again.
     """
     return round(2 * FLOAT * values)
 
@@ -105,13 +106,13 @@ def tensors_read(
 
     Args:
         states: hidden states that enter the block, (segments, tokens, width).
-        names: of the layers in the block.
+        names: names of the layers in the block.
 
     Returns:
-        For each layer, in the order of the first calls, the identities of its inputs: one for each
-        call. Layers that read the very same tensor (q, k, v) have equal entries.
+        For each layer, in the order of the first calls, the ids of its inputs, one per call. Layers
+        that read the same tensor (q, k, v) have equal entries.
     """
-    inputs = defaultdict[str, list[Tensor]](list)  # alive, so that no identity is used twice
+    inputs = defaultdict[str, list[Tensor]](list)  # kept alive, so ids stay unique
 
     def keep(name: str, x: Tensor) -> None:
         inputs[name].append(x)
@@ -123,7 +124,7 @@ def tensors_read(
 
 
 def groups_by_input(reads: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
-    """Group the layers that read the same tensors. reads: from `tensors_read`."""
+    """Group the layers that read the same tensors. reads: result of `tensors_read`."""
     groups: dict[tuple[int, ...], list[str]] = {}
     for name, tensors in reads.items():
         groups.setdefault(tensors, []).append(name)
@@ -131,11 +132,11 @@ def groups_by_input(reads: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
 
 
 class MomentSums:
-    """Sums over tokens for the moments of inputs, for segments of `seqlen` tokens.
+    """First and second moments of a layer's inputs, summed over segments of `seqlen` tokens.
 
-    Each product is float32, over at most `CHUNK` tokens of a segment, or over all tokens that
-    arrive together on CUDA. The products are summed in float64, so that the result does not depend
-    on how processes share the segments.
+    Each product is float32: of at most `CHUNK` tokens of a segment, or on CUDA of all tokens that
+    arrive together. The products are summed in float64, which makes the result independent of how
+    processes share the segments.
     """
 
     def __init__(self, seqlen: int):
@@ -155,15 +156,15 @@ class MomentSums:
         self.count += len(rows)
         for part in rows.split(self.chunk):
             narrow = part.dtype == torch.bfloat16
-            # On CUDA bfloat16 is multiplied as it is, and summed in float32.
+            # CUDA multiplies bfloat16 directly, and sums in float32.
             factor = part if narrow and part.is_cuda else part.to(self.dtype)
             self.first.add_(factor.sum(0, dtype=self.dtype))
             with bfloat16_products(part.device) if narrow else nullcontext():
                 _add_square(self.second, factor)
 
     def gram(self, world: World) -> Gram:
-        """The Gram over the tokens of all processes. Without any tokens, as for an expert that no
-        token is routed to, H = I.
+        """Return the Gram over the tokens of all processes; H = I if there are no tokens, as for an
+        expert that no token is routed to.
         """
         count = torch.tensor(self.count, device=self.second.device)
         for total in (count, self.second, self.first):
@@ -172,14 +173,14 @@ class MomentSums:
         if not tokens:
             identity = torch.eye(len(self.second)).to(self.first.device, self.dtype)
             return Gram(identity, 0, self.first.to(self.dtype))
-        for panel, after in _panels(self.second):  # what `_add_square` left out
+        for panel, after in _panels(self.second):  # below the diagonal
             self.second[after, panel] = self.second[panel, after].T
         second = self.second.div_(tokens).to(self.dtype)
         return Gram(second, tokens, self.first.div_(tokens).to(self.dtype))
 
 
 def sums_bytes(width: int) -> int:
-    """The bytes of the sums over tokens of an input, and of the Gram that they give."""
+    """Memory of `MomentSums` of a layer with `width` inputs, and of its Gram, in bytes."""
     return 3 * FLOAT * width**2
 
 
@@ -203,8 +204,8 @@ def gather(
 ) -> list[Gram]:
     """Compute the Gram of each group's input, over the segments of all processes.
 
-    The first batch that reaches all layers shows how often the block calls them; those after it
-    end at the last call. An expert without tokens is not called.
+    The first batch that reaches all layers shows how often the block calls them; later passes stop
+    at the last call. An expert without tokens is not called.
     """
     collector = Collector([group[0] for group in groups], hidden.states.shape[1])
     watching = hooks(collector.watch(block))
@@ -225,23 +226,23 @@ class Collector:
     """Sums the moments of inputs of layers during passes of a block.
 
     Args:
-        names: of the layers in the block.
-        seqlen: tokens of a segment.
+        names: names of the layers in the block.
+        seqlen: tokens per segment.
     """
 
     def __init__(self, names: Iterable[str], seqlen: int):
         self.sums = {name: MomentSums(seqlen) for name in names}
         self.called: list[str] = []
-        # Number of calls after which a pass is stopped.
+        # Calls after which a pass is stopped.
         self.calls_per_pass: int | None = None
 
     def watch(self, block: nn.Module) -> Iterator[Any]:
-        """Register a hook for each layer."""
+        """Register a hook on each layer, and yield the handles."""
         for name in self.sums:
             yield find_site(block, name).on_input(partial(self.take, name))
 
     def take(self, name: str, x: Tensor) -> None:
-        """Add inputs (…, in) of a layer."""
+        """Add inputs (…, in) of a layer. Raises Stop after `calls_per_pass` calls."""
         rows = as_multiplied(x.reshape(-1, x.shape[-1]))
         self.sums[name].take(rows)
         self.called.append(name)
@@ -249,20 +250,20 @@ class Collector:
             raise Stop
 
 
-# Products of bfloat16 in float32, which torch has since 2.8.
+# torch ≥ 2.8 can return float32 products of bfloat16 matrices.
 WIDE_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype")
 
 
 def widest_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of sums over tokens: float64, which Apple's GPUs do not have."""
+    """Dtype of sums over tokens: float64, or float32 on Apple's GPUs, which have no float64."""
     if device.type == "mps":
         return torch.float32
     return torch.float64
 
 
 def _add_square(total: Tensor, rows: Tensor) -> None:
-    """Add rowsᵀ rows, for rows (tokens, in): only the blocks from the diagonal on, since it is
-    symmetric.
+    """Add rowsᵀ rows, for rows (tokens, in). It is symmetric, so blocks below the diagonal are left
+    out.
     """
     with torch.autocast(rows.device.type, enabled=False):
         for panel, _ in _panels(total):
@@ -278,7 +279,7 @@ def _add_square(total: Tensor, rows: Tensor) -> None:
 
 
 def _panels(total: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield a few rows of a matrix (in, in) at a time, with the rows after them."""
+    """Split the rows of a matrix (in, in): yield each panel, and all rows after it."""
     size = PANEL.get(total.device.type, PANEL["cpu"])
     for first in range(0, len(total), size):
         yield slice(first, first + size), slice(first + size, None)

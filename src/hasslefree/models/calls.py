@@ -1,4 +1,4 @@
-"""How a model calls its blocks, and whether it can be run block by block."""
+"""The call of a block: its arguments, and the shapes of its inputs and outputs."""
 
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,25 +13,26 @@ from hasslefree.errors import ModelError
 from hasslefree.models.extra_inputs import ExtraInputs, made_by_block
 
 
-class Stop(Exception):  # noqa: N818 (not an error: it ends a forward pass early)
-    pass
+class Stop(Exception):  # noqa: N818 (no error)
+    """Ends a forward pass early."""
 
 
 @dataclass(frozen=True)
 class BlockCall:
-    """The arguments of a block in addition to the hidden states: masks, positions, rotary
-    embeddings.
+    """How a model calls a block: the arguments in addition to the hidden states, such as masks,
+    positions and rotary embeddings, and the form of the hidden states.
 
-    Hidden states are (segments, tokens, width), whatever shape they have in the model. Further
-    arguments that depend on the text are stored as additional columns of the hidden states.
+    Here, hidden states are always (segments, tokens, width). Other arguments that depend on the
+    text are additional columns of the hidden states.
 
     Args:
-        arguments: by name, or by number without the hidden states.
+        arguments: the other arguments by name, or by position, counted after the hidden states.
         outputs: length of the tuple or list that the block returns, hidden states first; 0 if it
             returns a tensor.
-        batched: the block gives the same outputs for several segments together as for each alone.
-        shape: of the hidden states of a token in the model; () if it is (width,).
-        first: the first axis of `shape` precedes the axis of segments there.
+        batched: True if the block gives the same outputs for several segments together as for each
+            alone.
+        shape: shape of a token's hidden states in the model; () if it is (width,).
+        first: True if, in the model, the first axis of `shape` precedes the axis of segments.
         extra: the additional columns.
     """
 
@@ -43,16 +44,17 @@ class BlockCall:
     extra: ExtraInputs = field(default_factory=ExtraInputs)
 
     def hidden(self, states: Tensor) -> Tensor:
-        """The hidden states alone: (segments, tokens, width)."""
+        """Hidden states without the additional columns: (segments, tokens, width)."""
         if not self.extra.columns:
             return states
         return states[..., : self.extra.width]
 
     def run(self, block: nn.Module, states: Tensor) -> Tensor:
-        """The block's output for hidden states (segments, tokens, width), in their dtype, with
-        gradients if enabled.
+        """Run the block on hidden states (segments, tokens, width), with gradients if enabled, and
+        return its output in their dtype.
 
-        If the dtype of the states is not the block's, call it within `precision.computing`.
+        If the dtype of the states is not that of the block, call this within
+        `precision.computing`.
         """
         count = len(states) if self.batched else 1
         parts = [self._run(block, part) for part in states.split(count)]
@@ -71,7 +73,7 @@ class BlockCall:
         return self.extra.after(states, hidden, made_by_block(arguments, others))
 
     def as_called(self, states: Tensor) -> Tensor:
-        """The hidden states as the block takes them."""
+        """Hidden states in the shape in which the block takes them."""
         hidden = self.hidden(states)
         if self.shape:
             hidden = hidden.unflatten(-1, self.shape)
@@ -80,13 +82,13 @@ class BlockCall:
         return hidden
 
     def as_rows(self, hidden: Tensor) -> Tensor:
-        """The hidden states of the model as (segments, tokens, width)."""
+        """Hidden states of the model, reshaped to (segments, tokens, width)."""
         if self.first:
             hidden = hidden.movedim(0, 2)
         return hidden.flatten(2)
 
     def as_output(self, states: Tensor) -> Any:
-        """The output of the block with these hidden states, and None for its other outputs."""
+        """The block's output with these hidden states, and None for its other outputs."""
         hidden = self.as_called(states)
         if not self.outputs:
             return hidden
@@ -94,9 +96,9 @@ class BlockCall:
 
 
 def split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, BlockCall]:
-    """The hidden states of one segment, and the rest of the arguments that a block was called with.
+    """Split the arguments of a block, called for one segment, into the hidden states and the rest.
 
-    Raises a ModelError if the hidden states have no axis of one segment.
+    Raises a ModelError if the hidden states have no axis of segments.
     """
     arguments = dict(enumerate(args[1:])) | kwargs
     hidden: Tensor = args[0] if args else arguments.pop("hidden_states")
@@ -113,7 +115,7 @@ def split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, B
 
 
 def split_output(output: Any) -> tuple[Tensor, Sequence[Any]]:
-    """The hidden states that a block returns, and its further outputs."""
+    """Split the output of a block into the hidden states and the other outputs."""
     if isinstance(output, tuple | list):
         return output[0], output[1:]
     return output, ()
@@ -121,7 +123,7 @@ def split_output(output: Any) -> tuple[Tensor, Sequence[Any]]:
 
 @contextmanager
 def hooks(handles: Iterable[Any]) -> Iterator[None]:
-    """Remove the hooks at the end, whatever happens in between."""
+    """Remove hooks when the context ends."""
     with ExitStack() as registered:
         for handle in handles:
             registered.callback(handle.remove)

@@ -1,5 +1,5 @@
-"""The matrices at the ends of a model: those of the input embedding and of the output head, which
-may be one.
+"""The matrices at the ends of a model: the input embedding and the output head, which may share one
+matrix.
 """
 
 from dataclasses import dataclass, replace
@@ -20,15 +20,15 @@ NO_PRODUCT = "its module does more than multiply"
 
 @dataclass(frozen=True)
 class End:
-    """A matrix (vocabulary, hidden).
+    """The matrix of the embedding, of the head, or of both.
 
     Args:
-        embedding: the name of the module that looks up its rows, or None.
-        head: the name of the module that multiplies by it, or None.
+        embedding: name of the module that looks up rows of the matrix, or None.
+        head: name of the module that multiplies by the matrix, or None.
         shape: (vocabulary, hidden).
-        dtype: of the dense model.
-        obstacle: the reason for which the matrix stays dense; None if it can be compressed.
-        scale: what rows that are looked up are multiplied by.
+        dtype: dtype in the dense model.
+        obstacle: the reason why the matrix stays dense; None if it can be compressed.
+        scale: factor of the rows that are looked up.
     """
 
     embedding: str | None
@@ -40,12 +40,12 @@ class End:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the modules that use the matrix, that of the embedding first."""
+        """Names of the modules that use the matrix, the embedding first."""
         return tuple(name for name in (self.embedding, self.head) if name is not None)
 
     @property
     def name(self) -> str:
-        """The name of the module that stores the matrix: the embedding, if the head is tied."""
+        """Name of the module that stores the matrix: the embedding, if the head is tied."""
         return self.names[0]
 
     @property
@@ -56,14 +56,14 @@ class End:
         return PackedEmbedding
 
     def empty_layer(self, model: nn.Module, spec: LayerSpec) -> SparseLowRankLinear:
-        """A compressed layer for the matrix, without values."""
+        """Make a compressed layer for the matrix, without values."""
         module: Any = model.get_submodule(self.name)
         weight = module.weight
         has_bias = getattr(module, "bias", None) is not None
         return self.kind(spec, has_bias, weight.dtype, weight.device)
 
     def replace(self, model: nn.Module, layer: SparseLowRankLinear) -> None:
-        """Let a compressed layer take the place of the matrix; a tied head shares it."""
+        """Replace the matrix by a compressed layer, which a tied head shares."""
         if isinstance(layer, PackedEmbedding):
             layer.scale = self.scale
             if self.head is not None:
@@ -73,7 +73,7 @@ class End:
         untie(model, [f"{name}.weight" for name in self.names])
 
     def restore(self, model: Any, original: nn.Module, weight: Tensor) -> None:
-        """Put the dense modules back in the place of the compressed matrix.
+        """Replace the compressed matrix by the dense modules.
 
         Args:
             original: a model of the same class without values.
@@ -93,7 +93,7 @@ class End:
 
 
 def untie(model: Any, names: list[str]) -> None:
-    """Let transformers tie these parameters no more: they are gone."""
+    """Remove these parameters, which no longer exist, from the tied weights of transformers."""
     for prefix, module in model.named_modules():
         start = f"{prefix}." if prefix else ""
         for attribute in ("all_tied_weights_keys", "_tied_weights_keys"):
@@ -104,7 +104,7 @@ def untie(model: Any, names: list[str]) -> None:
 
 
 def find_ends(model: Any) -> tuple[End, ...]:
-    """Find the matrices of the input embedding and of the output head, or the one of both."""
+    """Find the matrices of the input embedding and of the output head; one if they are tied."""
     embedding = end_of(*asked(model, "get_input_embeddings"), is_embedding=True)
     head = end_of(*asked(model, "get_output_embeddings"), is_embedding=False)
     ends = [end for end in (embedding, head) if end is not None]
@@ -120,9 +120,9 @@ def find_ends(model: Any) -> tuple[End, ...]:
 
 
 def asked(model: Any, method: str) -> tuple[str, Any]:
-    """The name and the module of what a method of transformers returns.
+    """Return the name of the module that a method of transformers returns, and the module.
 
-    ("", None) if the model's class does not know the method, or the model has no such module.
+    ("", None) if the model's class does not support the method, or the model has no such module.
     """
     try:
         wanted = getattr(model, method)()
@@ -135,7 +135,7 @@ def asked(model: Any, method: str) -> tuple[str, Any]:
 
 
 def end_of(name: str, module: Any, is_embedding: bool) -> End | None:
-    """The matrix of an embedding or of a head; None if the module has no such matrix."""
+    """Return the matrix of an embedding or of a head; None if the module has no such matrix."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
         return None
@@ -151,7 +151,7 @@ def end_of(name: str, module: Any, is_embedding: bool) -> End | None:
 
 
 def scale_of(module: Any) -> float | None:
-    """What a module multiplies the rows that it looks up by: 1 for torch's embedding; None if it
+    """Return the factor by which an embedding scales the rows that it looks up; None if the module
     does anything else.
     """
     if not isinstance(module, nn.Embedding) or module.max_norm is not None:
@@ -166,7 +166,7 @@ def scale_of(module: Any) -> float | None:
 
 
 def sharing(model: Any, name: str) -> set[str]:
-    """The names of other modules whose weight is that of the module of this name."""
+    """Return the names of the other modules that are tied to the weight of a module."""
     ties = model.all_tied_weights_keys
     weight = f"{name}.weight"
     source = ties.get(weight, weight)

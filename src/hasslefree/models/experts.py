@@ -1,9 +1,9 @@
-"""Mixtures of experts: the fused weights of a block's experts, split into a linear layer for each
+"""Mixtures of experts: split the fused weights of a block's experts into one linear layer per
 matrix.
 
-transformers keeps all experts of a block in a few tensors (experts, …), whose layout one interface
-describes (`integrations.moe.use_experts_implementation`). Once split, an expert's matrices are
-linear layers like all others, calibrated and trained on the tokens routed to the expert.
+transformers stores all experts of a block in a few tensors (experts, …); an interface describes
+their layout (`integrations.moe.use_experts_implementation`). After the split, an expert's matrices
+are ordinary linear layers, calibrated and trained on the tokens routed to the expert.
 """
 
 import inspect
@@ -22,14 +22,14 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_to
 
 @dataclass(frozen=True)
 class FusedTensor:
-    """The layout of a tensor (experts, …) that holds the weights (out, in), or the biases (out,),
-    of one or two layers of every expert.
+    """The layout of a tensor (experts, …) with the weights (out, in) or biases (out,) of one or two
+    layers of every expert.
 
     Args:
         leaf: "weight" or "bias".
-        layers: the layers: one, or the gate and the factor that it is multiplied with.
-        concatenated: one layer follows the other; else their rows alternate.
-        transposed: stored as (in, out).
+        layers: names of the layers: one, or the gate and the projection that it multiplies.
+        concatenated: True if one layer follows the other, False if their rows alternate.
+        transposed: True if the tensor is stored as (in, out).
     """
 
     leaf: str
@@ -38,7 +38,7 @@ class FusedTensor:
     transposed: bool
 
     def split(self, stored: Tensor) -> Sequence[Tensor]:
-        """The tensors of the layers, as views. stored: the part of one expert."""
+        """Return the tensors of the layers as views. stored: the part of one expert."""
         rows = stored.mT if self.transposed else stored
         count = len(self.layers)
         if self.concatenated:
@@ -46,7 +46,7 @@ class FusedTensor:
         return [rows[first::count] for first in range(count)]
 
     def join(self, tensors: list[Tensor]) -> Tensor:
-        """The inverse of `split`."""
+        """Undo `split`."""
         rows = torch.cat(tensors) if self.concatenated else torch.stack(tensors, 1).flatten(0, 1)
         if self.transposed:
             return rows.mT
@@ -54,7 +54,7 @@ class FusedTensor:
 
 
 def fused_tensors(layout: Any) -> dict[str, FusedTensor]:
-    """The tensors of a module of experts by name. layout: as of `SplitExperts`."""
+    """Describe the tensors of a module of experts by name. layout: `SplitExperts.layout`."""
     sources: dict[str, tuple[str, ...]] = {}
     if layout.has_gate:
         sources["gate_up_proj"] = ("gate_proj", "up_proj")
@@ -71,12 +71,12 @@ def fused_tensors(layout: Any) -> dict[str, FusedTensor]:
 
 
 class SplitExperts(nn.Module):
-    """The experts of a module of transformers, as children 0, 1, …, each with the linear layers
-    `gate_proj` (or without a gate, none), `up_proj` and `down_proj`.
+    """The experts of a module of transformers as children 0, 1, …, each with the linear layers
+    `gate_proj` (if experts have a gate), `up_proj` and `down_proj`.
 
     Args:
-        fused: the module, which gives up its weights, and keeps gates, activations and norms.
-        config: of the decoder.
+        fused: the module. Its weights move to the linear layers; gates, activations and norms stay.
+        config: configuration of the decoder.
     """
 
     fused: Any
@@ -90,7 +90,7 @@ class SplitExperts(nn.Module):
         self.calls_every_expert = False
         self.trainable = fused.down_proj.requires_grad
         self.tensors = fused_tensors(self.layout)
-        # The shapes of the fused tensors, by name.
+        # Shapes of the fused tensors by name.
         self.sources = {name: fused.get_parameter(name).shape for name in self.tensors}
         self.count = len(fused.down_proj)
         self.chosen = experts_per_token(config, self.count)
@@ -102,19 +102,19 @@ class SplitExperts(nn.Module):
 
     @property
     def layout(self) -> Any:
-        """The description of the fused tensors, which transformers adds to the module."""
+        """The module whose attributes (`has_gate`, …) describe the layout."""
         return self.fused
 
     def experts(self) -> Iterator[Any]:
-        """The experts in order."""
+        """Yield the experts in order."""
         for index in range(self.count):
             yield self.get_submodule(str(index))
 
     def fill(self, name: str, fused: Tensor) -> None:
-        """Give the linear layers that are not compressed their parts of a fused tensor, as views;
-        the first time, make the layers.
+        """Set the weights or biases of the linear layers that are not compressed to views of a
+        fused tensor; the first call creates the layers.
 
-        name: of the fused tensor.
+        name: name of the fused tensor.
         """
         tensor = self.tensors[name]
         for index, expert in enumerate(self.experts()):
@@ -128,7 +128,7 @@ class SplitExperts(nn.Module):
                     linear.register_parameter(tensor.leaf, nn.Parameter(part, requires_grad=False))
 
     def fuse(self) -> Any:
-        """The module of transformers with the weights of the experts in it again."""
+        """Return the module of transformers, with the weights of the experts fused again."""
         for name, tensor in self.tensors.items():
             fused = []
             for expert in self.experts():
@@ -148,9 +148,9 @@ class SplitExperts(nn.Module):
 
         Args:
             hidden_states: (tokens, width).
-            top_k_index: the experts of each token, (tokens, k); an index past the last expert is
-                no expert.
-            top_k_weights: their weights, (tokens, k).
+            top_k_index: the experts of each token, (tokens, k); an index past the last expert
+                stands for none.
+            top_k_weights: routing weights, (tokens, k).
         """
         states = hidden_states.flatten(0, -2)
         tokens = len(states)
@@ -171,7 +171,7 @@ class SplitExperts(nn.Module):
         return by_token.sum(1).view(hidden_states.shape)
 
     def run(self, expert: Any, x: Tensor) -> Tensor:
-        """The output of an expert for rows (tokens, width), before its routing weight."""
+        """The output of an expert for rows (tokens, width), without the routing weight."""
         if self.layout.has_gate:
             halves = (expert.gate_proj(x), expert.up_proj(x))
             if self.layout.is_concatenated:
@@ -188,7 +188,7 @@ class SplitExperts(nn.Module):
 
 
 def experts_per_token(config: Any, count: int) -> int:
-    """The number of experts per token, if a configuration has it; else all, `count`."""
+    """Number of experts per token in the configuration; `count`, all experts, if not given."""
     for name in EXPERTS_PER_TOKEN:
         chosen = getattr(config, name, None)
         if isinstance(chosen, int):
@@ -197,11 +197,11 @@ def experts_per_token(config: Any, count: int) -> int:
 
 
 class BatchedExperts(SplitExperts):
-    """Experts that get a row for each token, zeros if the token is not routed to them, as in Llama
-    4. Their fused weights are (experts, in, out).
+    """Experts that each get a row for every token, zeros if the token is not routed to the expert,
+    as in Llama 4. The fused weights are (experts, in, out).
     """
 
-    # Of the attributes that `use_experts_implementation` gives other modules.
+    # The attributes that `use_experts_implementation` adds to other modules.
     has_gate = True
     has_bias = False
     is_transposed = True
@@ -217,7 +217,7 @@ class BatchedExperts(SplitExperts):
         return up * self.fused.act_fn(gate)
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
-        """Rows (experts · tokens, width) after the expert that they belong to."""
+        """Run each expert on its rows; hidden_states and output: (experts · tokens, width)."""
         routed = hidden_states.unflatten(0, (self.count, -1)).any(-1)  # (experts, tokens)
         experts = torch.arange(self.count, device=routed.device).unsqueeze(1)
         chosen = experts.where(routed, self.count).view(-1, 1)
@@ -225,9 +225,7 @@ class BatchedExperts(SplitExperts):
 
 
 def is_fused(module: Any) -> bool:
-    """Return True if a module holds experts behind the interface of transformers, and no other
-    tensors.
-    """
+    """Return True if a module has the experts interface of transformers, and no other tensors."""
     if not hasattr(module, "is_concatenated"):
         return False
     held = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
@@ -235,7 +233,7 @@ def is_fused(module: Any) -> bool:
 
 
 def is_batched(module: Any) -> bool:
-    """Return True if a module holds experts as `BatchedExperts` takes them."""
+    """Return True if a module holds experts of the kind that `BatchedExperts` splits."""
     names = dict(module.named_parameters(recurse=False)).keys()
     if names != {"gate_up_proj", "down_proj"} or not hasattr(module, "act_fn"):
         return False
@@ -250,7 +248,7 @@ def is_batched(module: Any) -> bool:
 
 
 def expert_modules(model: nn.Module) -> list[str]:
-    """The names of the modules that hold experts, split or not."""
+    """Names of the modules that hold experts, split or fused."""
     return [
         name
         for name, module in model.named_modules()
@@ -259,7 +257,7 @@ def expert_modules(model: nn.Module) -> list[str]:
 
 
 def split_experts(model: Any) -> None:
-    """Replace every module of fused experts of a model by a `SplitExperts`."""
+    """Replace each module of fused experts in a model by `SplitExperts`."""
     config = model.config.get_text_config(decoder=True)
     for name, module in list(model.named_modules()):
         if is_fused(module):
@@ -269,26 +267,23 @@ def split_experts(model: Any) -> None:
         else:
             continue
         model.set_submodule(name, split)
-        # Else transformers would initialise the fused tensors, which are gone.
+        # Otherwise transformers would initialise the fused tensors, which no longer exist.
         model.get_submodule(name.rpartition(".")[0])._is_hf_initialized = True
 
 
 def fuse_experts(model: Any) -> None:
-    """Undo `split_experts`, once no layer of an expert is compressed any more."""
-    # Names, not modules: a list of modules would keep their weights beside the fused ones.
+    """Undo `split_experts`. No layer of an expert may be compressed."""
+    # A list of modules instead of names would keep their weights in memory.
     names = [name for name, module in model.named_modules() if isinstance(module, SplitExperts)]
     for name in names:
         model.set_submodule(name, model.get_submodule(name).fuse())
-        # How transformers converts between the tensors of a checkpoint and fused ones, which the
-        # split changed.
+        # Conversions between checkpoint and fused tensors, which the split changed.
         vars(model).pop("_weight_conversions", None)
 
 
 @contextmanager
 def every_expert_called(root: nn.Module) -> Iterator[None]:
-    """Within it, every pass calls all experts under root, with no rows if no token is routed to
-    them.
-    """
+    """Let every pass call all experts under `root`; an expert without tokens gets no rows."""
     with ExitStack() as changes:
         for module in root.modules():
             if isinstance(module, SplitExperts):
@@ -297,7 +292,7 @@ def every_expert_called(root: nn.Module) -> Iterator[None]:
 
 
 def experts_of(root: nn.Module, name: str) -> tuple[SplitExperts, int] | None:
-    """The experts that a layer belongs to, and the index of its expert; None for other layers."""
+    """Return the experts module of a layer and the index of its expert; None for other layers."""
     parent, _, index = name.rpartition(".")[0].rpartition(".")
     module = root.get_submodule(parent)
     if isinstance(module, SplitExperts) and index.isdigit():
@@ -306,9 +301,7 @@ def experts_of(root: nn.Module, name: str) -> tuple[SplitExperts, int] | None:
 
 
 def share_of_tokens(root: nn.Module, name: str) -> float:
-    """The share of all tokens that a layer sees; on average over the experts if it belongs to
-    one.
-    """
+    """Share of all tokens that a layer sees: for a layer of an expert, on average over experts."""
     expert = experts_of(root, name)
     if expert is None:
         return 1.0

@@ -1,9 +1,9 @@
 """Arguments of a block that depend on the text, as additional columns of the hidden states.
 
-Most models call a block with hidden states and with arguments that are the same for every text:
-masks, positions. Some also pass values per token: embeddings, per-layer inputs, the keys and values
-of an earlier block, or the positions that it selected. As columns of the hidden states these are
-stored, trained through and shared between processes.
+Most models call a block with hidden states and with arguments that are the same for every text,
+such as masks and positions. Some also pass values per token: embeddings, per-layer inputs, keys and
+values of an earlier block, or positions that it selected. As columns of the hidden states, these
+values are stored, trained through and shared between processes.
 """
 
 import copy
@@ -17,23 +17,23 @@ from torch import Tensor
 
 from hasslefree.errors import ModelError
 
-# The position of a value in the arguments of a call: the number or the name of the argument, and
-# then the keys in it.
+# The position of a value in the arguments of a call: the number or name of the argument, followed
+# by the keys of nested containers.
 Path = tuple[Any, ...]
-# What a column holds: a tensor of the text, ("text", number); an entry that blocks write into an
-# argument, ("entry", *path); or an output of blocks, ("output", *path).
+# The content of a column: a tensor of the text, ("text", number); an entry that blocks write into
+# an argument, ("entry", *path); or an output of blocks, ("output", *path).
 Key = tuple[Any, ...]
 Arguments = Mapping[int | str, Any]
 
 
 @dataclass(frozen=True)
 class BlockTrace:
-    """A call of a block.
+    """The tensors of one call of a block.
 
     Args:
-        name: of the block.
-        given: the tensors in its arguments before the call, without the hidden states.
-        made: the tensors that it may have made, as `made_by_block` returns them.
+        name: name of the block.
+        given: tensors in its arguments before the call, without the hidden states.
+        made: tensors that the block may have made, from `made_by_block`.
     """
 
     name: str
@@ -43,13 +43,13 @@ class BlockTrace:
 
 @dataclass(frozen=True)
 class Column:
-    """Columns of the hidden states that hold a tensor.
+    """The columns of the hidden states that hold one tensor (segments, …).
 
     Args:
-        first: the first of the columns.
-        shape: of the tensor, after its first axis, which is that of the segments.
-        axis: the axis of the tokens in the tensor.
-        dtype: of the tensor.
+        first: index of the first column.
+        shape: shape of the tensor without the axis of segments.
+        axis: the axis of tokens in the tensor.
+        dtype: dtype of the tensor.
     """
 
     first: int
@@ -64,8 +64,8 @@ class Column:
         tokens: int,
         first: int,
     ) -> Self | None:
-        """The columns for a tensor of one segment; None if no axis of it is the tokens."""
-        if value.shape[:1] != (1,):  # a number has no axes
+        """The columns for a tensor of one segment; None if it has no axis of tokens."""
+        if value.shape[:1] != (1,):  # also a scalar, which has no axes
             return None
         for axis in range(1, value.ndim):
             if value.shape[axis] == tokens:
@@ -82,12 +82,12 @@ class Column:
         return slice(self.first, self.first + self.size)
 
     def rows(self, value: Tensor) -> Tensor:
-        """The columns of a tensor: (segments, tokens, size)."""
+        """Reshape the tensor to columns: (segments, tokens, size)."""
         tokens = self.shape[self.axis - 1]
         return value.movedim(self.axis, 1).reshape(len(value), tokens, self.size)
 
     def value(self, states: Tensor) -> Tensor:
-        """The tensor, from states (segments, tokens, width). Integers below 2²⁴ are exact in
+        """Read the tensor from states (segments, tokens, width). Integers below 2²⁴ are exact in
         float32.
         """
         sides = list(self.shape)
@@ -101,13 +101,13 @@ class Column:
 
 @dataclass(frozen=True)
 class ExtraInputs:
-    """The columns of a model, and the use that one block makes of them.
+    """The columns of a model, and which of them one block reads and writes.
 
     Args:
-        width: of the hidden states, in front of the columns.
+        width: width of the hidden states, which precede the columns.
         columns: all columns of the model, in order.
         reads: for each argument that depends on the text, the key of its column.
-        makes: the keys of what the block writes or returns. Not all of it is a column.
+        makes: keys of the tensors that the block writes or returns; some have no column.
     """
 
     width: int = 0
@@ -121,8 +121,8 @@ class ExtraInputs:
         return sum(column.size for column in self.columns.values())
 
     def arguments(self, template: Arguments, states: Tensor) -> dict[int | str, Any]:
-        """The arguments of a call for these states, in their dtype, and in containers of their own:
-        a block may write into them.
+        """The arguments of a call for these states, in their dtype, and in new containers, since a
+        block may write into them.
         """
 
         def put(path: Path, value: Any) -> Any:
@@ -138,9 +138,9 @@ class ExtraInputs:
         """The states after the block.
 
         Args:
-            states: before the block, (segments, tokens, width with columns).
-            hidden: the hidden states that the block returns, (segments, tokens, width).
-            made: the tensors that it may have made, as `made_by_block` returns them.
+            states: states before the block, (segments, tokens, width with columns).
+            hidden: hidden states that the block returns, (segments, tokens, width).
+            made: tensors that the block may have made, from `made_by_block`.
         """
         parts = [hidden]
         for key, column in self.columns.items():
@@ -162,7 +162,7 @@ class ExtraInputs:
 
 
 def made_by_block(arguments: Arguments, outputs: Sequence[Any]) -> dict[Key, Tensor]:
-    """All tensors that a block may have made, by key. arguments, outputs: after the call."""
+    """All tensors that a block may have made, by key. arguments: as they are after the call."""
     made: dict[Key, Tensor] = {("entry", *path): value for path, value in leaves(arguments)}
     made |= {("output", *path): value for path, value in leaves(outputs)}
     return made
@@ -181,7 +181,7 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 
 
 def rebuilt(value: Any, put: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """Copy nested containers, with `put(path, leaf)` in the place of each leaf."""
+    """Copy nested containers, and replace each leaf by `put(path, leaf)`."""
     if isinstance(value, MutableMapping):
         copied = copy.copy(value)
         for key, item in value.items():
@@ -202,16 +202,16 @@ def learn(
     """Find the columns that every block reads and writes.
 
     Args:
-        width: of the hidden states.
-        tokens: of a segment.
+        width: width of the hidden states.
+        tokens: tokens per segment.
         first, second: calls of the blocks for two segments that differ in their last token.
 
     Raises:
         ModelError: an argument depends on the text and has no axis of tokens.
     """
     columns: dict[Key, Column] = {}
-    # The last key of each tensor that depends on the text and that blocks made or read so far, by
-    # its identity; the traces keep the tensors alive.
+    # Tensors that depend on the text, or that blocks made: id → last key. The traces keep them
+    # alive, so ids stay unique.
     keys: dict[int, Key] = {}
     extras = []
     for one, other in zip(first, second, strict=True):
@@ -253,7 +253,7 @@ def depends_on_text(name: str, path: Path) -> ModelError:
 
 
 def same(one: Tensor, other: Tensor | None) -> bool:
-    """Return True if two tensors are equal, but for the rounding of floating-point numbers."""
+    """Return True if two tensors are equal, apart from rounding."""
     if other is None or one.shape != other.shape or one.dtype != other.dtype:
         return False
     if not one.is_floating_point():

@@ -34,11 +34,10 @@ from hasslefree.models.calls import replaced
 from hasslefree.models.names import check_name, folder_of
 from hasslefree.validation import Dtype
 
-# For each type of model: the class that takes text alone, and the one that also takes images or
-# sound.
+# By type of model: the class for text alone, and the class that also takes images or sound.
 CAUSAL: dict[str, str] = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 MULTIMODAL: dict[str, str] = dict(modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
-# Formats in which original checkpoints are released, and from which transformers dequantises.
+# Formats of released checkpoints that transformers can dequantise.
 DEQUANTISED = ("fp8", "mxfp4")
 TRUST_CODE = f"if you trust it, run it with {option('trust_remote_code', True)}"
 DOWNLOAD_AGAIN = "if one of its files is damaged or truncated, download or copy it again"
@@ -47,12 +46,12 @@ DOWNLOAD_AGAIN = "if one of its files is damaged or truncated, download or copy 
 def load_config(name: str, trust_remote_code: bool = False) -> Any:
     """Load the configuration of a decoder. trust_remote_code: run code that comes with the model.
 
-    Raises a ModelError if there is no such model, or if it is no decoder.
+    Raises a ModelError if there is no such model, or if it is not a decoder.
     """
     check_name(name)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers does not check what the file holds
+    except Exception as error:  # transformers does not validate the file
         raise no_model(name, error) from error
     has_own_class = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     known = config.model_type in CAUSAL or config.model_type in MULTIMODAL
@@ -72,18 +71,18 @@ def load_config(name: str, trust_remote_code: bool = False) -> Any:
 
 @contextmanager
 def loading(what: str, remedy: str) -> Iterator[None]:
-    """Turn errors of transformers about a folder into a CheckpointError.
+    """Convert errors of transformers about a folder to a CheckpointError.
 
     Args:
-        what: a sentence such as "the model 'a' could not be loaded".
-        remedy: what to do about it.
+        what: what failed, such as "the model 'a' could not be loaded".
+        remedy: what the user can do.
     """
     try:
         yield
     except (HasslefreeError, MemoryError, torch.OutOfMemoryError, BrokenPipeError):
         raise
     except BaseException as error:
-        # Panics of the Rust library tokenizers are no `Exception`.
+        # A panic of the Rust library tokenizers is not an `Exception`.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         if wants_trust(error):
@@ -92,7 +91,7 @@ def loading(what: str, remedy: str) -> Iterator[None]:
 
 
 def no_model(name: str, error: Exception) -> ModelError:
-    """The error for a model that transformers cannot read."""
+    """Return the error for a model that transformers cannot read."""
     if wants_trust(error):
         return untrusted_code(name)
     return ModelError(
@@ -101,7 +100,7 @@ def no_model(name: str, error: Exception) -> ModelError:
 
 
 def wants_trust(error: BaseException) -> bool:
-    """Say whether transformers refuses to run code that comes with a model."""
+    """Return True if transformers refused to run code that comes with a model."""
     return "trust_remote_code=True" in str(error)
 
 
@@ -110,7 +109,7 @@ def untrusted_code(name: str) -> ModelError:
 
 
 def refuse_adapters(model: nn.Module) -> None:
-    """Raise a ModelError if a model contains layers of PEFT, such as those of a LoRA."""
+    """Raise a ModelError if a model contains layers of PEFT, such as LoRA layers."""
     for name, module in model.named_modules():
         if type(module).__module__.startswith("peft."):
             raise ModelError(
@@ -121,15 +120,15 @@ def refuse_adapters(model: nn.Module) -> None:
 
 
 def check_reads_text(name: str, config: Any) -> None:
-    """Raise a ModelError if the class of a model does not run on token ids alone."""
+    """Raise a ModelError if a model needs more inputs than token ids."""
     kind = auto_class(config)._model_mapping.get(type(config), None)
-    if kind is None:  # transformers says so itself when the model is made
+    if kind is None:  # transformers raises an error when it builds the model
         return
     signature = inspect.signature(kind.forward)
     try:
         signature.bind(None, input_ids=None)
         reads_text = "input_ids" in signature.parameters
-    except TypeError:  # it requires more
+    except TypeError:  # `forward` has more required parameters
         reads_text = False
     if not reads_text:
         raise ModelError(
@@ -139,7 +138,7 @@ def check_reads_text(name: str, config: Any) -> None:
 
 
 def auto_class(config: Any) -> Any:
-    """The Auto class of transformers for a configuration: multimodal if it names such a model."""
+    """Return the Auto class of transformers for a configuration."""
     multimodal = MULTIMODAL.get(config.model_type)
     is_named = config.architectures == [multimodal]
     if multimodal and (config.model_type not in CAUSAL or is_named):
@@ -148,7 +147,7 @@ def auto_class(config: Any) -> Any:
 
 
 def quantization(config: Any) -> dict[str, Any]:
-    """The `quantization_config` of a configuration; empty if there is none."""
+    """Return the `quantization_config` of a configuration; empty if there is none."""
     settings = getattr(config, "quantization_config", None) or {}
     if isinstance(settings, dict):
         return settings
@@ -156,10 +155,10 @@ def quantization(config: Any) -> dict[str, Any]:
 
 
 def refuse_compressed(config: Any, name: str, loaded: bool = False) -> None:
-    """Raise a ModelError if a model is quantised or compressed already.
+    """Raise a ModelError if a model is already quantised or compressed.
 
     Args:
-        loaded: it is in memory. Otherwise the formats of `DEQUANTISED` are no obstacle.
+        loaded: True if the model is in memory; if not, the formats in `DEQUANTISED` are accepted.
     """
     settings = quantization(config)
     if not settings:
@@ -179,8 +178,8 @@ def load_model(
     """Load a model in evaluation mode.
 
     Args:
-        dtype: "auto" for the checkpoint's, or "float32", "bfloat16", "float16".
-        device: such as "cpu" or "cuda"; None for the GPU if there is one.
+        dtype: "auto" for the dtype of the checkpoint, or "float32", "bfloat16", "float16".
+        device: a device such as "cpu" or "cuda"; None for the GPU if there is one.
         trust_remote_code: run code that comes with the model.
     """
     known = get_args(Dtype)
@@ -196,9 +195,9 @@ def load_shapes(
     dtype: str = "auto",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Build a model with all parameters on the meta device. No values of weights are read.
+    """Build a model with all parameters on the meta device, without reading weights.
 
-    Its `name_or_path` is the folder of its files, if they are on this machine.
+    Its `name_or_path` is the folder of its files if they are on this machine.
     """
     config = load_config(name, trust_remote_code)
     folder = folder_of(name) or Path(name)
@@ -217,8 +216,8 @@ def load_shapes(
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The dtype of most numbers in the files of a model, but for those of eight bits; float32 if
-    none can be read.
+    """Return the most frequent floating-point dtype in the files of a model, by number of values;
+    dtypes of eight bits do not count. float32 if no file can be read.
     """
     numbers: Counter[torch.dtype] = Counter()
     with suppress(CheckpointError):
@@ -231,18 +230,18 @@ def stored_dtype(folder: Path) -> torch.dtype:
 def load_on_disk(
     name: str, dtype: str, scratch: Path, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Load a model in evaluation mode and leave its parameters in files.
+    """Load a model in evaluation mode, and leave its parameters in files.
 
     Args:
-        scratch: a folder for parameters that are converted; it must last as long as the model.
+        scratch: folder for converted parameters; it must exist as long as the model.
 
     Returns:
-        The model, whose `name_or_path` is the folder of its files.
+        The model. Its `name_or_path` is the folder of its files.
 
     Raises:
         WriteError: the disk of the scratch folder is full.
     """
-    # accelerate warns that weights stay on the disk, which is wanted here.
+    # Silence the warning of accelerate that weights stay on the disk.
     with replaced(logging.getLogger("accelerate.big_modeling"), "disabled", True):
         try:
             model = _from_pretrained(
@@ -264,14 +263,14 @@ def load_on_disk(
 
 
 def weights_folder(model: PreTrainedModel, scratch: Path) -> Path | None:
-    """The folder of the files from which a model on the disk is read; None if all of its parameters
-    were converted.
+    """Return the folder from which a model on the disk is read; None if all parameters were
+    converted.
 
-    For a name on the hub, it may be another revision than that of the configuration: if there are
-    pickle files alone, transformers reads those that the hub converted.
+    For a model of the hub, its revision may differ from that of the configuration: if a repository
+    has only pickle files, transformers reads the files that the hub converted.
     """
     for module in model.modules():
-        # accelerate keeps the files of all parameters in the hook of each module.
+        # Each hook of accelerate has the files of all parameters.
         stored = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
         if stored is None:
             continue
@@ -295,7 +294,7 @@ def _from_pretrained(name: str, trust_remote_code: bool, **options: Any) -> PreT
     folder = Path(name)
     if folder.is_dir():
         refuse_pickles(folder)
-        stored_tensors(weight_files(folder))  # names a damaged file, which transformers does not
+        stored_tensors(weight_files(folder))  # unlike transformers, names a damaged file
     with loading(f"the model {name!r} could not be loaded", DOWNLOAD_AGAIN):
         model, info = auto.from_pretrained(
             name,
@@ -315,7 +314,7 @@ def _from_pretrained(name: str, trust_remote_code: bool, **options: Any) -> PreT
 
 
 def refuse_pickles(folder: Path) -> None:
-    """Raise a ModelError if a folder has its weights in pickle files alone."""
+    """Raise a ModelError if a folder has its weights only in pickle files."""
     if any(folder.glob("*.safetensors")) or not any(folder.glob("pytorch_model*.bin")):
         return
     raise ModelError(
@@ -326,15 +325,15 @@ def refuse_pickles(folder: Path) -> None:
 
 
 def resolve_device(device: str | None) -> torch.device:
-    """Check that a device can be used, and return it. None: the first GPU, or the CPU without
-    one.
+    """Return a device, after a check that it can be used. None: the first GPU if there is one, else
+    the CPU.
     """
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         resolved = torch.device(name)
         torch.zeros(1, device=resolved).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        # The next sentence lists all devices that torch has ever heard of.
+        # The second sentence of the error lists all types of device in torch.
         reason, _, _ = first_line(error).partition(". ")
         raise ModelError(
             f"device {name!r} cannot be used: {reason}; use {option('device', 'cpu')}"
@@ -343,7 +342,7 @@ def resolve_device(device: str | None) -> torch.device:
 
 
 def most_positions(model: nn.Module) -> int | None:
-    """The number of tokens that a model takes at once; None if there is no limit."""
+    """Return the largest number of tokens that a model takes at once; None if unlimited."""
     config: Any = model.config
     most: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     if most is None or most < 1:  # XLNet has -1: no limit
@@ -355,10 +354,10 @@ def check_ids(model: nn.Module, tokens: Tensor, tokenizer: Any = None) -> None:
     """Check that token ids (any shape) are in the vocabulary of a model.
 
     Args:
-        tokenizer: names the token that is not; None if there is none.
+        tokenizer: used to name the token in the error; None if there is none.
 
     Raises:
-        ModelError: one is outside.
+        ModelError: a token id is outside the vocabulary.
     """
     embeddings: Any = getattr(model, "get_input_embeddings", lambda: None)()
     if embeddings is None or not tokens.numel():
@@ -376,9 +375,9 @@ def check_ids(model: nn.Module, tokens: Tensor, tokenizer: Any = None) -> None:
 
 
 def resolve_seqlen(model: nn.Module, asked: int | None) -> int:
-    """The segment length in tokens: the given one, or 2048, or the model's limit if that is less.
+    """Return the segment length in tokens: `asked`, by default 2048 or the model's limit if less.
 
-    Raises a ModelError if the given one is more than the model's limit.
+    Raises a ModelError if `asked` exceeds the model's limit.
     """
     most = most_positions(model)
     if asked is None:

@@ -1,6 +1,4 @@
-"""What a name stands for before a model is loaded: a folder or a model on the hub, or why it is
-neither.
-"""
+"""Check the name of a model before it is loaded: it must be a folder, or a model on the hub."""
 
 from pathlib import Path
 
@@ -22,8 +20,8 @@ ADAPTER = "adapter_config.json"
 
 
 def check_name(name: str) -> None:
-    """Raise a ModelError if a model is a GGUF file, an adapter, a path that does not exist, or a
-    name that the hub does not know.
+    """Raise a ModelError if a name is a GGUF file, another file, an adapter, a path that does not
+    exist, or a model that is not on the hub.
     """
     path = Path(name)
     if name.endswith(".gguf"):
@@ -47,13 +45,12 @@ def check_name(name: str) -> None:
 
 
 def check_on_hub(name: str) -> None:
-    """Ask the hub once for the config.json of a model that is not in the cache.
+    """Request the config.json of a model from the hub, once, unless it is in the cache.
 
-    transformers asks for many files, and repeats each request for half a minute if there is no
-    network.
+    Without a network, transformers would repeat requests for many files, each for half a minute.
 
     Raises:
-        ModelError: there is no such model, the user may not read it, or the hub did not answer.
+        ModelError: there is no such model, the user may not read it, or the hub does not answer.
     """
     try:
         address = hf_hub_url(name, "config.json")
@@ -65,12 +62,12 @@ def check_on_hub(name: str) -> None:
         raise ModelError(
             f"{name!r} has no config.json on the hub; give a model that transformers loads"
         ) from error
-    except Exception as error:  # of the hub, the network or a proxy
+    except Exception as error:  # from the hub, the network or a proxy
         raise ModelError(hub_refusal(name, error)) from error
 
 
 def hub_refusal(name: str, error: Exception) -> str:
-    """Why a model of the hub cannot be read, and what to do."""
+    """Return why a model of the hub cannot be read, and what the user can do."""
     missing = f"{name!r} is neither a local folder nor"
     if isinstance(error, HFValidationError):
         return f"{missing} a name on the hub, which is USER/NAME; check the spelling"
@@ -96,14 +93,14 @@ def hub_refusal(name: str, error: Exception) -> str:
 
 
 def folder_of(name: str) -> Path | None:
-    """The folder that holds the config.json of a model: a local one, or one in the hub's cache;
-    None if neither does.
+    """Return the folder with the config.json of a model: a local folder, or one in the hub's cache;
+    None if there is none.
     """
     if Path(name).is_dir():
         return Path(name)
     try:
         file = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:  # the name of a class, or a path that is gone
+    except HFValidationError:  # the name of a class, or a deleted path
         return None
     if isinstance(file, str):
         return Path(file).parent
@@ -111,7 +108,7 @@ def folder_of(name: str) -> Path | None:
 
 
 def recorded_name(name: str) -> str:
-    """The name on the hub of a snapshot in its cache; any other name as it is."""
+    """Return the hub name of a snapshot in the hub's cache; any other name unchanged."""
     parts = Path(name).parts
     if len(parts) > 2 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
         return "/".join(parts[-3].split("--")[1:])
@@ -119,7 +116,7 @@ def recorded_name(name: str) -> str:
 
 
 def adapter_alone(name: str) -> ModelError:
-    """The error for a folder, or a name on the hub, with an adapter of PEFT."""
+    """Return the error for a folder or a repository with an adapter of PEFT."""
     return ModelError(
         f"{name} has an adapter, such as a LoRA ({ADAPTER}); merge it into its model first:"
         f" peft.AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload()"

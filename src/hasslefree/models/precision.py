@@ -1,10 +1,10 @@
-"""The precision in which blocks run: hidden states in float32, products in the narrow dtype where
-that is faster.
+"""The precision in which blocks run: hidden states in float32, products in the narrow dtype if that
+is faster.
 
-The hidden states of attention sinks have norms a hundred times larger than those of other tokens,
-and bfloat16 rounds by 1/256 of that: comparing the outputs of two blocks would compare rounding. So
-hidden states between blocks, sums and norms are float32. Products are in the model's dtype on
-processors with instructions for it (`torch.autocast`).
+The hidden states of attention sinks are a hundred times larger than those of other tokens, and
+bfloat16 rounds them by 1/256 of their size: a comparison of the outputs of two blocks would compare
+rounding errors. Therefore hidden states between blocks, sums and norms are float32. On processors
+with instructions for the model's dtype, products are in that dtype (`torch.autocast`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,8 +20,8 @@ from hasslefree.packed.linear import SparseLowRankLinear, unpacked_once
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
-    """The dtype in which products of a model of this dtype run on a device; None for the dtype of
-    the hidden states.
+    """Return the dtype of products on a device, for a model of this dtype; None if products are in
+    the dtype of the hidden states.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return None
@@ -35,16 +35,16 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | Non
 def computing(
     block: nn.Module, modules: Iterable[nn.Module] | None = None, unpack: bool = True
 ) -> Iterator[None]:
-    """Run a block on hidden states in float32, with S of its compressed layers unpacked once for
-    all calls.
+    """Within it, a block runs on hidden states in float32, and S of its compressed layers is
+    unpacked once for all calls.
 
-    Tensors that no product reads are float32 meanwhile; all tensors are, if products are not in the
-    block's dtype. Afterwards they have their dtype again, with their current values; an unchanged
-    tensor keeps its bits.
+    Within the context, tensors that no product reads are float32; if products are not in the
+    block's dtype, all tensors are. Afterwards, they have their own dtype again and their current
+    values; an unchanged tensor keeps its bits.
 
     Args:
-        modules: those that run; None for all.
-        unpack: False if S may change meanwhile: then it is unpacked at every call.
+        modules: modules that run; None for all modules of the block.
+        unpack: False if S may change within the context; S is then unpacked at every call.
     """
     running = list(block.modules() if modules is None else modules)
     parameters = [p for module in running for p in module.parameters(recurse=False)]
@@ -60,7 +60,7 @@ def computing(
 
 @contextmanager
 def only_trained(block: nn.Module, trained: Sequence[Tensor]) -> Iterator[None]:
-    """Within it, gradients flow to some parameters of a block and to no others."""
+    """Within it, only the parameters `trained` of a block get gradients."""
     chosen = {id(p) for p in trained}
     with ExitStack() as changes:
         for parameter in block.parameters():
@@ -70,7 +70,7 @@ def only_trained(block: nn.Module, trained: Sequence[Tensor]) -> Iterator[None]:
 
 
 def as_multiplied(x: Tensor) -> Tensor:
-    """The inputs of a layer in the dtype in which its product reads them, within `computing`."""
+    """Within `computing`, return inputs of a layer in the dtype in which they are multiplied."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         return x.to(torch.get_autocast_dtype(kind))
@@ -79,19 +79,17 @@ def as_multiplied(x: Tensor) -> Tensor:
 
 @contextmanager
 def solving(device: torch.device) -> Iterator[None]:
-    """Within it, the products of solvers are in the dtype of their factors, though a block may be
-    `computing`.
-    """
+    """Within it, products of solvers are in the dtype of their factors, even within `computing`."""
     with torch.autocast(device.type, enabled=False), torch.no_grad():
         yield
 
 
 @contextmanager
 def widened(modules: Iterable[nn.Module], keep: torch.dtype | None) -> Iterator[None]:
-    """Within it, the floating-point tensors of modules are float32 at least. keep: the dtype in
-    which matrices may stay.
+    """Within it, floating-point tensors of modules are at least float32. keep: dtype in which
+    matrices may stay.
     """
-    stored: dict[Tensor, Tensor] = {}  # the values of each tensor, which modules may share
+    stored: dict[Tensor, Tensor] = {}  # values of each tensor; modules may share a tensor
     for module in modules:
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if isinstance(module, SparseLowRankLinear) and module.unpacked_copy is not None:

@@ -1,5 +1,5 @@
-"""How a model calls its blocks, learnt from forward passes of one segment; and the parts of a pass
-outside them.
+"""Learn from forward passes of one segment how a model calls its blocks, and run the parts of a
+model before and after the blocks.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,11 +27,10 @@ from hasslefree.models.extra_inputs import (
 )
 from hasslefree.models.weights import Weights, outside
 
-# Options of a configuration for further outputs, which would have to come from the blocks.
+# Options of a configuration for outputs that only blocks can compute.
 OUTPUT_OPTIONS = ("output_router_logits", "output_attentions", "output_hidden_states")
 
-
-# Called with the index of each block while it is in memory; and after each block.
+# Called with the index of each block while it is in memory, and after each block.
 Inspect = Callable[[int], None]
 Advance = Callable[[], None]
 
@@ -39,10 +38,6 @@ Advance = Callable[[], None]
 class Probe:
     """A forward pass of a segment (1, tokens) up to the last block, with one block in memory at a
     time.
-
-    Args:
-        inspect: called with the index of each block while it is in memory.
-        advance: called after each block.
     """
 
     output: Tensor
@@ -78,7 +73,7 @@ class Probe:
         return self.calls[-1].as_rows(self.output)
 
     def forward(self, index: int, *args: Any, **kwargs: Any) -> Any:
-        """Run a block, and record its call and its output."""
+        """Run a block in place of its `forward`, and record the call and the output."""
         name = self.blocks.prefix(index)
         part = self.blocks.modules[index].modules
         with self.weights.present(part, self.blocks.part(index + 1)):
@@ -107,9 +102,9 @@ class Probe:
 
 
 def run_with(model: nn.Module, blocks: Blocks, segment: Tensor, forward: Callable[..., Any]) -> Any:
-    """The output of a model for a segment (1, tokens), with a function in the place of its blocks.
+    """Run a model on a segment (1, tokens), with `forward` in place of its blocks.
 
-    forward: takes the index of a block and the arguments of its call, and returns its output.
+    forward: takes the index of a block and the arguments of the call, and returns an output.
     """
     with ExitStack() as changes:
         for index, block in enumerate(blocks.modules):
@@ -122,11 +117,11 @@ def sees_later_tokens(
     after: Tensor,
     dtype: torch.dtype,
 ) -> bool:
-    """Return True if outputs, before and after a change of a later token, differ by more than
+    """Return True if outputs before and after a change of a later token differ by more than
     rounding in the dtype.
 
-    The experts of a mixture sum in another order when one token changes, so in float32 some
-    rounding must be allowed.
+    If one token changes, the experts of a mixture sum in another order, so even in float32 some
+    rounding is allowed.
     """
     tolerance = max(4 * torch.finfo(dtype).eps, 1e-4) * before.abs().amax()
     return bool((before - after).abs().amax() > tolerance)
@@ -142,8 +137,8 @@ def block_calls(
 ) -> list[BlockCall]:
     """Learn how a model calls each block, and check that it is a decoder that runs block by block.
 
-    A second segment differs in its last token: a causal model gives the same output before it, and
-    the arguments that differ are those that depend on the text.
+    A second segment differs in its last token. The outputs of a causal model for earlier tokens
+    stay the same, and the arguments that change are those that depend on the text.
 
     Args:
         segment: token ids (1, tokens).
@@ -179,8 +174,8 @@ def check_columns(calls: Sequence[BlockCall], traces: Sequence[BlockTrace], stat
     """Raise a ModelError unless the columns reproduce the arguments of the blocks in a pass.
 
     Args:
-        traces: of the pass.
-        states: that enter the first block in it, (1, tokens, width with columns).
+        traces: traces of the blocks in the pass.
+        states: inputs of the first block in the pass, (1, tokens, width with columns).
     """
     for call, trace in zip(calls, traces, strict=True):
         arguments = dict(leaves(call.extra.arguments(call.arguments, states)))
@@ -191,8 +186,8 @@ def check_columns(calls: Sequence[BlockCall], traces: Sequence[BlockTrace], stat
 
 
 class Entry:
-    """Takes the place of the blocks in a pass, and records what enters the first of them: hidden
-    states, and all that depends on the text alone.
+    """Replaces the blocks in a pass, and records the inputs of the first block: hidden states, and
+    columns for arguments that depend on the text alone.
     """
 
     states: Tensor
@@ -201,7 +196,7 @@ class Entry:
         self.calls = calls
 
     def forward(self, index: int, *args: Any, **kwargs: Any) -> Any:
-        """The output in the place of that of a block: its hidden states as they are."""
+        """Return the hidden states unchanged, as the output of a block."""
         hidden, call = split_call(args, kwargs)
         states = call.as_rows(hidden.to(working_dtype(hidden)))
         extra = self.calls[index].extra
@@ -217,8 +212,8 @@ class Entry:
 def entering(
     model: nn.Module, blocks: Blocks, calls: Sequence[BlockCall], segment: Tensor
 ) -> Tensor:
-    """Compute what enters the first block for a segment (1, tokens): (1, tokens, width), in float32
-    at least.
+    """Compute the inputs of the first block for a segment (1, tokens): (1, tokens, width), at least
+    in float32.
     """
     entry = Entry(calls)
     with torch.no_grad(), suppress(Stop):
@@ -233,11 +228,11 @@ def logits_of(
     segment: Tensor,
     states: Tensor,
 ) -> Tensor:
-    """Compute the logits (tokens, vocabulary) from the output of the last block.
+    """Compute the logits (tokens, vocabulary) from the output of the last block; no block runs.
 
     Args:
         segment: token ids (tokens,).
-        states: the output of the last block, (1, tokens, width); no block runs.
+        states: output of the last block, (1, tokens, width).
     """
 
     def forward(index: int, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Choose the matrices to compress, and give a reason for every matrix in the blocks that stays
+"""Choose the matrices to compress, and state a reason for each matrix in the blocks that stays
 dense.
 """
 
@@ -17,10 +17,10 @@ from hasslefree.models.ends import End
 from hasslefree.models.experts import SplitExperts
 from hasslefree.models.sites import find_sites
 
-# A parameter that is no linear layer stays dense automatically if it has at most this share of the
+# A parameter outside linear layers stays dense automatically if it has at most this share of the
 # parameters of its block.
 SMALL_SHARE = 0.02
-# Number of weights that an error lists.
+# Weights that an error lists at most.
 LISTED = 12
 
 # Reasons for a matrix to stay dense.
@@ -34,12 +34,13 @@ SMALL = "small, and not a linear layer"
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix to compress. It holds no module: the weight of a layer is freed once it is replaced.
+    """A matrix to compress, without a reference to its module, whose weight is freed when the layer
+    is replaced.
 
     Args:
-        name: in its block.
+        name: name in its block.
         shape: (out, in).
-        dtype: of the dense model.
+        dtype: dtype in the dense model.
     """
 
     name: str
@@ -49,13 +50,13 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Selection:
-    """The matrices in the blocks that are compressed, and those that stay dense.
+    """The matrices that are compressed, and those that stay dense.
 
     Args:
         blocks: the blocks of the model.
-        sites: for each block, the matrices to compress by their name in the block.
-        dense: the full name of each matrix that stays dense, with the reason.
-        ends: the embedding and the head to compress, by their full names.
+        sites: for each block, the matrices to compress, by name in the block.
+        dense: for each matrix that stays dense, the reason, by full name.
+        ends: the embedding and the head to compress, by full name.
     """
 
     blocks: Blocks
@@ -65,11 +66,11 @@ class Selection:
 
     @property
     def automatically_dense(self) -> list[str]:
-        """The full names of the matrices that stay dense without being excluded by the user."""
+        """Full names of the matrices that stay dense without being excluded by the user."""
         return [name for name, reason in self.dense.items() if reason != EXCLUDED]
 
     def reasons(self) -> list[str]:
-        """What stays dense without being excluded by the user: a line for each reason."""
+        """Summary of the matrices that are dense automatically: one line per reason."""
         names: dict[str, list[str]] = {}
         for name in self.automatically_dense:
             names.setdefault(self.dense[name], []).append(name)
@@ -78,14 +79,14 @@ class Selection:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A linear layer, or a parameter with two sides or more that no linear layer holds.
+    """A linear layer, or a parameter outside linear layers with two or more sides.
 
     Args:
-        name: of the layer or the parameter, in its block.
-        path: of the module that holds the parameter.
+        name: name of the layer or the parameter in its block.
+        path: name of the module that holds the parameter.
         parameter: the weight.
-        shape: of the weight, (out, in) if `is_layer`.
-        is_layer: it is a linear layer.
+        shape: shape of the weight, (out, in) if `is_layer`.
+        is_layer: True for a linear layer.
     """
 
     name: str
@@ -96,11 +97,11 @@ class Candidate:
 
 
 class BlockView:
-    """A block as the rules see it.
+    """A block, with what the rules need to know about it.
 
     Attributes:
         block: the module.
-        shared: ids of its parameters that other blocks have too.
+        shared: ids of the parameters that it shares with other blocks.
         experts: number of experts, by the name of the module that holds them.
     """
 
@@ -135,10 +136,10 @@ class BlockView:
 
 
 def is_router(view: BlockView, matrix: Candidate) -> bool:
-    """Return True if a module chooses experts, or is a part of one that does.
+    """Return True if a matrix belongs to a module that chooses experts.
 
-    A router is a module beside the experts with one output, or with one output per expert; or it
-    is called `gate` and is beside the experts, or it is called `router`.
+    A router is a module next to the experts with one output, or with one output per expert; a
+    module `gate` next to the experts; or a module `router`.
     """
     if len(matrix.shape) != 2:
         return False
@@ -155,13 +156,13 @@ def is_router(view: BlockView, matrix: Candidate) -> bool:
 
 
 def is_time_step(view: BlockView, matrix: Candidate) -> bool:
-    """Return True for a projection of time steps, as state-space layers have them."""
+    """Return True for the projection of time steps in a state-space layer."""
     holder, _, leaf = matrix.path.rpartition(".")
     return leaf == "dt_proj" and hasattr(view.block.get_submodule(holder), "A_log")
 
 
 def reason_for(view: BlockView, matrix: Candidate) -> str | None:
-    """The reason for which a matrix stays dense, or None. The first rule that applies gives it."""
+    """Return the reason why a matrix stays dense, by the first rule that applies, or None."""
     if id(matrix.parameter) in view.shared:
         return SHARED
     if is_router(view, matrix):
@@ -186,7 +187,7 @@ def select_sites(blocks: Blocks, leave_dense: Collection[str] = ()) -> Selection
         leave_dense: globs of full names of layers or parameters that the user excludes.
 
     Raises:
-        ModelError: a large weight is no linear layer and is not excluded, a glob matches nothing,
+        ModelError: a large weight is not a linear layer and not excluded, a glob matches nothing,
             or no layer is left to compress.
     """
     end_names = [name for end in blocks.ends for name in end.names]
@@ -226,9 +227,10 @@ def select_sites(blocks: Blocks, leave_dense: Collection[str] = ()) -> Selection
 def select_ends(
     blocks: Blocks, leave_dense: Collection[str]
 ) -> tuple[dict[str, End], dict[str, str]]:
-    """The embedding and the head to compress, by name; and the reason for each that stays dense.
+    """Return the embedding and the head to compress, and the reasons for those that stay dense, by
+    name.
 
-    A glob that matches one of a tied pair excludes the matrix of both.
+    A glob that matches the embedding or the head excludes both if they are tied.
     """
     ends: dict[str, End] = {}
     dense: dict[str, str] = {}
@@ -267,6 +269,6 @@ def nothing_selected(dense: dict[str, str]) -> ModelError:
 
 
 def by_kind(names: Iterable[str]) -> list[str]:
-    """Names of layers or parameters with * for their numbers, each with its count."""
+    """Group names of layers or parameters that differ only in numbers: `a.*.b (count)`."""
     counts = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names)
     return [f"{name} ({count})" for name, count in counts.items()]

@@ -15,12 +15,12 @@ from hasslefree.models.calls import replaced
 
 @cache
 def multiplies(kind: Any) -> bool:
-    """Return True if a subclass of `nn.Linear` computes x Wᵀ. Others multiply group by group, or
-    choose between experts.
+    """Return True if a subclass of `nn.Linear` computes x Wᵀ. Some subclasses multiply group by
+    group, or choose between experts.
     """
     if kind.forward is nn.Linear.forward:
         return True
-    # Models are made on the meta device, where weights have no values.
+    # The default device may be meta, where tensors have no values.
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         x = torch.arange(1.0, 4.0)[None]
         weight = torch.arange(6.0).view(2, 3)
@@ -28,7 +28,7 @@ def multiplies(kind: Any) -> bool:
             layer = kind(3, 2, bias=False)
             layer.weight = nn.Parameter(weight)
             return torch.allclose(layer(x), x @ weight.T)
-        except Exception:  # it has another signature or another output; it may raise anything
+        except Exception:  # a class of another kind may raise anything
             return False
 
 
@@ -45,7 +45,7 @@ class Site:
 
     Args:
         root: a block or a model.
-        name: of the module under root, and of the tensors that replace it.
+        name: name of the module under root.
         module: the linear layer of the dense model.
     """
 
@@ -60,7 +60,7 @@ class Site:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter that holds the matrix, possibly transposed."""
+        """The parameter that stores the matrix, transposed if `transposed`."""
         return self.module.weight
 
     @property
@@ -86,29 +86,23 @@ class Site:
         return weight
 
     def on_input(self, see: Callable[[Tensor], None]) -> Any:
-        """Call `see` with the inputs (…, in) whenever the matrix is multiplied. The result has
-        `remove()`.
-        """
+        """Call `see` with the inputs (…, in) at every product. Return the handle of the hook."""
         return self.module.register_forward_pre_hook(lambda module, args: see(args[0]))
 
     def on_output(self, see: Callable[[Tensor], None]) -> Any:
-        """Call `see` with the outputs (…, out) whenever the matrix is multiplied. The result has
-        `remove()`.
-        """
+        """Call `see` with the outputs (…, out) at every product. Return the handle of the hook."""
         return self.module.register_forward_hook(lambda module, args, output: see(output))
 
     def on_call(self, compute: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
-        """Within it, `compute`, (…, in) → (…, out) with the bias, takes the place of the
-        product.
-        """
+        """Within it, `compute`, (…, in) → (…, out) with the bias, replaces the product."""
         return replaced(self.module, "forward", compute)
 
     def replace(self, layer: nn.Module) -> None:
-        """Let a layer, (…, in) → (…, out) with the bias, take the place of the matrix."""
+        """Replace the module by a layer, (…, in) → (…, out) with the bias."""
         self.root.set_submodule(self.name, layer)
 
     def set_weight(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Give the dense module a matrix (out, in) and a bias (out,)."""
+        """Set the matrix (out, in) and the bias (out,) of the dense module."""
         if self.transposed:
             weight = weight.T.contiguous()
         self.module.weight = nn.Parameter(weight)
@@ -116,7 +110,7 @@ class Site:
 
 
 def find_sites(root: nn.Module) -> dict[str, Site]:
-    """Find the sites under a block or a model, by their names, in the order of its modules."""
+    """Find the sites under a block or a model by name, in the order of its modules."""
     sites = {}
     for name, module in root.named_modules():
         if is_matrix(module):
@@ -125,5 +119,5 @@ def find_sites(root: nn.Module) -> dict[str, Site]:
 
 
 def find_site(root: nn.Module, name: str) -> Site:
-    """Find the site of this name under a block or a model, without a search of all modules."""
+    """Return the site of this name under a block or a model, without a search of all modules."""
     return Site(root, name, root.get_submodule(name))

@@ -17,16 +17,16 @@ from hasslefree.models.names import check_name
 from hasslefree.texts.files import Document, Joined
 from hasslefree.texts.sources import PIECE, WIDEST
 
-# The date in texts, which Llama's templates write where there is no clock; and where a template
-# writes that of today.
+# The date in rendered texts: the one that Llama's templates write if there is no clock.
 DAY = date(2024, 7, 26)
+# Where a template writes today's date.
 _TODAY = re.compile(r"""strftime_now\((?P<quote>['"])(?P<format>.*?)(?P=quote)\)""")
-# A tokenizer of characters or of sequences may know one of them only.
+# A tokenizer of single characters or of biological sequences may know only one of them.
 SHORT_TEXTS = ("1", "a", "A")
 
 
 def tokenizing(name: str) -> AbstractContextManager[None]:
-    """`loading` for the tokenizer of a model."""
+    """Convert errors about the tokenizer of a model, as `loading` does."""
     remedy = "if its files are missing or damaged, copy them from the original model"
     return loading(f"the tokenizer of {name!r} cannot be used", remedy)
 
@@ -64,7 +64,7 @@ def encode(
     """Tokenise a text.
 
     Args:
-        most: return the first tokens only, at most this number. Not much more text is tokenised.
+        most: number of tokens to return at most; text far beyond them is not tokenised.
         special_tokens: add the special tokens that the tokenizer adds by default.
 
     Returns:
@@ -78,14 +78,14 @@ def encode(
 
 
 def surrounding_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The token ids that a tokenizer puts before and after every text by itself, often none.
+    """Return the token ids that a tokenizer puts before and after every text, often none.
 
-    They are what the tokenizer does, whatever its settings are called: `add_bos_token`, a template
-    of its post-processor, or a class of its own.
+    They are found by tokenising a short text, since they depend on settings of many kinds:
+    `add_bos_token`, a template of the post-processor, or the code of the tokenizer.
     """
     for text in SHORT_TEXTS:
         bare = encode(tokenizer, text, special_tokens=False).tolist()
-        if not bare:  # it drops characters that it does not know
+        if not bare:  # the tokenizer drops unknown characters
             continue
         whole = encode(tokenizer, text).tolist()
         for start in range(len(whole)):
@@ -96,10 +96,10 @@ def surrounding_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def begin_with(segments: Tensor, first: list[int]) -> Tensor:
-    """Put the first tokens of texts in place of the first tokens of each segment.
+    """Return segments whose first tokens are replaced by the first tokens of texts.
 
     Args:
-        segments: token ids (samples, seqlen), which stay as they are.
+        segments: token ids (samples, seqlen), which are not changed.
     """
     begun = segments.clone()
     begun[:, : len(first)] = torch.tensor(first, dtype=segments.dtype)
@@ -107,10 +107,10 @@ def begin_with(segments: Tensor, first: list[int]) -> Tensor:
 
 
 def written(tokenizer: Any, document: Document) -> str:
-    """A document as text: a conversation in the chat template of the tokenizer.
+    """Return a document as text; a conversation is rendered by the tokenizer's chat template.
 
-    Without a template its messages are paragraphs. A template that writes the date writes that of
-    `DAY`: the same run has the same text tomorrow, when it may be resumed.
+    Without a template, its messages are paragraphs. A template that writes the date writes `DAY`,
+    so that a run that is resumed on another day has the same text.
     """
     if isinstance(document, str):
         return document
@@ -127,8 +127,8 @@ def written(tokenizer: Any, document: Document) -> str:
 def encode_document(tokenizer: Any, document: Document | Joined) -> Tensor:
     """Tokenise a document: (tokens,) int64.
 
-    Documents that are joined have the token that ends texts between them, as the tokenizer or the
-    text puts it there, or as we do, but for conversations in a template.
+    Joined documents are separated by the token that ends texts. It is added unless the tokenizer,
+    the text or a chat template has ended the document.
     """
     if not isinstance(document, tuple):
         text = written(tokenizer, document)
@@ -146,20 +146,20 @@ def encode_document(tokenizer: Any, document: Document | Joined) -> Tensor:
 
 
 def is_begun(tokenizer: Any, document: Document, text: str) -> bool:
-    """Say whether the text of a document has its special tokens: a chat template writes them, and
-    rows that were rendered before begin with the first one.
+    """Return True if the text of a document has special tokens: if a chat template writes them, or
+    if the text, rendered earlier, begins with the first one.
     """
     first = getattr(tokenizer, "bos_token", None)  # the tokenizer may be any function
     return is_rendered(tokenizer, document) or bool(first and text.startswith(first))
 
 
 def is_rendered(tokenizer: Any, document: Document) -> bool:
-    """Say whether a chat template writes a document, with its special tokens."""
+    """Return True if a chat template renders a document, with special tokens."""
     return not isinstance(document, str) and tokenizer.chat_template is not None
 
 
 def rendered(tokenizer: Any, messages: list[dict[str, str]], **options: Any) -> str:
-    """Render messages by the chat template of a tokenizer. options: of `apply_chat_template`."""
+    """Render messages by a tokenizer's chat template. options: for `apply_chat_template`."""
     roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
     what = f"the chat template of {tokenizer.name_or_path} cannot write messages of {roles}"
     with loading(what, "give other messages, or correct or remove it"):

@@ -1,5 +1,5 @@
-"""Find the tensors of a checkpoint that transformers does not load, such as layers that predict
-further tokens.
+"""Find the tensors of a checkpoint that transformers does not load, such as layers for multi-token
+prediction.
 """
 
 import re
@@ -15,33 +15,33 @@ from hasslefree.errors import CheckpointError
 from hasslefree.files import StoredTensor, stored_tensors, weight_files
 from hasslefree.models.experts import SplitExperts
 
-# What a checkpoint in fp8 or mxfp4 holds of a weight that is dequantised as it is loaded.
+# Tensors of a quantised weight in fp8 or mxfp4: the ends of their names, and what replaces them.
 DEQUANTISED = (
     (re.compile(r"_(scale_inv|blocks|scales)$"), ""),
     (re.compile(r"\.(activation|input)_scale$"), ".weight"),
 )
-# Constants that old checkpoints hold and that models compute today: of rotary embeddings,
-# positions, and the masks of GPT-2.
+# Constants in old checkpoints that models compute today: rotary frequencies, positions, and the
+# masks of GPT-2.
 CONSTANTS = re.compile(r"rotary_emb\.inv_freq$|position_ids$|\.attn\.(masked_)?bias$")
-# What `copied_bytes` found: a plan asks several times, and large checkpoints have 100,000 tensors.
+# Results of `copied_bytes`: a plan calls it several times, and files list up to 100,000 tensors.
 _COPIED: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
 
 
 def weight_of(name: str) -> str:
-    """The name of the weight to which a tensor of a quantised checkpoint belongs; others stay."""
+    """Name of the weight to which a tensor of a quantised checkpoint belongs; other names stay."""
     for pattern, end in DEQUANTISED:
         name = pattern.sub(end, name)
     return name
 
 
 def is_on_disk(model: PreTrainedModel) -> bool:
-    """Say whether weights of a model are not in memory."""
+    """Return True if some weights of a model are not in memory."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 def copied_bytes(model: PreTrainedModel) -> int:
-    """The size of the tensors that are copied from the files of a model; 0 if it is in memory, or
-    its files cannot be read.
+    """Size of the tensors that are copied from the files of a model, in bytes; 0 if the model is in
+    memory or its files cannot be read.
     """
     if not is_on_disk(model):
         return 0
@@ -55,17 +55,17 @@ def copied_bytes(model: PreTrainedModel) -> int:
 
 
 def unloaded_tensors(model: PreTrainedModel) -> dict[str, StoredTensor]:
-    """Find the tensors in the folder of a model that belong to no parameter or buffer of it, but
-    for `CONSTANTS`.
+    """Find the tensors in the folder of a model that belong to none of its parameters or buffers,
+    without `CONSTANTS`.
 
     Args:
-        model: its `name_or_path` is the folder. Its experts may be split.
+        model: a model whose `name_or_path` is the folder. Its experts may be split.
 
     Returns:
-        The tensors by their names in the files.
+        The tensors by name in the files.
     """
     names: dict[str, Any] = dict(model.state_dict())
-    names.update(model.named_buffers())  # also those that are computed, not stored
+    names.update(model.named_buffers())  # including buffers that are not stored
     for path, module in model.named_modules():
         if isinstance(module, SplitExperts):
             for source, shape in module.sources.items():
@@ -86,8 +86,6 @@ def unloaded_tensors(model: PreTrainedModel) -> dict[str, StoredTensor]:
 
 
 def without_codes(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors but for weights in fp8 or mxfp4 and their scales: a folder that is written is not
-    in these formats.
-    """
+    """Leave out weights in fp8 or mxfp4 and their scales, formats that are not written."""
     coded = {weight_of(name) for name in tensors if weight_of(name) != name}
     return {name: tensor for name, tensor in tensors.items() if weight_of(name) not in coded}

@@ -26,10 +26,10 @@ class Visit:
     """A block while it is in memory.
 
     Args:
-        index: of the block.
-        prefix: its name in the model.
-        call: how the model calls it.
-        has_run: True once its inputs were replaced by its outputs.
+        index: index of the block.
+        prefix: name of the block in the model.
+        call: how the model calls the block.
+        has_run: True once the inputs of the block were replaced by its outputs.
     """
 
     index: int
@@ -39,7 +39,7 @@ class Visit:
     has_run: bool = False
 
     def sites(self, names: Sequence[str]) -> dict[str, Site]:
-        """The sites of these names in the block, as it is now."""
+        """Return the current sites of the block with these names."""
         return {name: find_site(self.block, name) for name in names}
 
 
@@ -50,8 +50,8 @@ class Walk:
     Args:
         calls: how the model calls each block.
         storage, folder: as for `Activations`.
-        phases: in which blocks are counted.
-        rounded: the values of embedding and head in the compressed model, by parameter.
+        phases: phases of the run, which count blocks.
+        rounded: values of the embedding and the head in the compressed model, by parameter name.
     """
 
     model: PreTrainedModel
@@ -86,8 +86,8 @@ class Walk:
 
     @property
     def width(self) -> int | None:
-        """The number of values per token that pass from block to block; None if it is the width of
-        the embeddings.
+        """Values per token that pass from block to block; None if this is the width of the
+        embeddings.
         """
         call = self.calls[0]
         if call.extra.columns:
@@ -102,7 +102,7 @@ class Walk:
         output head.
 
         Args:
-            dense: with the dense values of embedding and head, even if there are `rounded` ones.
+            dense: use the dense values of embedding and head, even if `rounded` has others.
         """
         modules = outside(self.model, self.blocks)
         values = {} if dense else self.rounded
@@ -126,7 +126,7 @@ class Walk:
         return logits_of(self.model, self.blocks, self.calls, segment, states)
 
     def entering(self, segments: Tensor) -> Activations:
-        """Compute what enters the first block, in float32 at least. segments: token ids (samples,
+        """Compute the inputs of the first block, at least in float32. segments: token ids (samples,
         tokens).
         """
         hidden: Activations | None = None
@@ -143,10 +143,13 @@ class Walk:
         return hidden
 
     def visits(self, hidden: Activations, to_end: bool = True) -> Iterator[Visit]:
-        """Visit the blocks in order, one in memory at a time, with `hidden` as their inputs.
+        """Visit the blocks in order, one in memory at a time.
 
-        `hidden` then runs through the block as it is, unless it `has_run`. to_end: through the last
-        block too.
+        After each visit, `hidden`, the inputs of the block, is run through the block as it is then,
+        unless the visit `has_run`.
+
+        Args:
+            to_end: run the last block too.
         """
         for index, block in enumerate(self.blocks.modules):
             with self.weights.present(block.modules, self.blocks.part(index + 1)):
@@ -166,7 +169,7 @@ class Walk:
 
 @contextmanager
 def values_replaced(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within it, parameters have other values, by their names. Gradients must not outlive it."""
+    """Within it, parameters have other values, given by name. No gradient may outlive it."""
     with ExitStack() as changes:
         for name, value in values.items():
             changes.enter_context(replaced(model.get_parameter(name), "data", value))

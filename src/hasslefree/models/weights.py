@@ -1,4 +1,4 @@
-"""Keep one part of a model in memory at a time; the rest stays in its files until it is needed."""
+"""Keep one part of a model in memory at a time, and read the others when they are needed."""
 
 import ctypes
 import re
@@ -22,7 +22,7 @@ from hasslefree.models.blocks import Blocks
 from hasslefree.models.experts import SplitExperts
 from hasslefree.packed.linear import SparseLowRankLinear
 
-# All modules of a part of a model, as it is when this is called.
+# Lists the current modules of a part of a model.
 Modules = Callable[[], Iterable[nn.Module]]
 
 
@@ -31,10 +31,10 @@ class Source:
     """A tensor of a checkpoint.
 
     Args:
-        name: in the model.
-        file: the path.
-        stored_name: in the file.
-        dtype, shape: in the model.
+        name: name in the model.
+        file: path of the file.
+        stored_name: name in the file.
+        dtype, shape: dtype and shape in the model.
     """
 
     name: str
@@ -49,9 +49,10 @@ class Source:
 
 
 def prescribed_dtype(plan: Mapping[str, torch.dtype], name: str) -> torch.dtype | None:
-    """The dtype that a family prescribes for a parameter; None if it has that of the model.
+    """Return the dtype that a model family prescribes for a parameter; None if the parameter has
+    the dtype of the model.
 
-    plan: dtypes by patterns, as transformers keeps them (`_keep_in_fp32_modules_strict`).
+    plan: dtypes by pattern of names, from transformers (`_keep_in_fp32_modules_strict`).
     """
     for pattern, dtype in plan.items():
         if re.search(pattern.replace("*", ".*"), name):
@@ -60,7 +61,8 @@ def prescribed_dtype(plan: Mapping[str, torch.dtype], name: str) -> torch.dtype 
 
 
 def sources_of(module: nn.Module, dtype_plan: Mapping[str, torch.dtype]) -> dict[str, Source]:
-    """The tensors of a module that the files hold under its own name; none without accelerate.
+    """Return the tensors of a module that are in files, by name in the module; none if accelerate
+    has no files for it.
 
     dtype_plan: as for `prescribed_dtype`.
     """
@@ -85,23 +87,22 @@ def sources_of(module: nn.Module, dtype_plan: Mapping[str, torch.dtype]) -> dict
 
 
 class Weights:
-    """The parameters of a model; `present` brings those of a part of it to `device`.
+    """The parameters of a model; `present` brings those of one part to `device`.
 
-    Parameters that accelerate left on disk (`device_map={"": "disk"}`) are read for as long as they
-    are needed; those in memory stay where they are. model: its hooks of accelerate are removed, and
-    buffers moved to `device`.
+    Parameters that accelerate left on the disk (`device_map={"": "disk"}`) are in memory only
+    within `present`; parameters in memory stay there. If there are any on the disk, accelerate's
+    hooks are removed from the model, and its buffers are moved to `device`.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device):
         self.device = device
-        # Read the weights of the next part in the background, which takes the memory of one more.
+        # Read the next part in the background, which takes the memory of one more part.
         self.prefetch = True
-        # Tensors that are read ahead, by name.
+        # Tensors that are being read ahead, by name.
         self._reads: dict[str, Future[Tensor]] = {}
-        # The tensors of each module in files, by name. Weak: a layer that was replaced takes its
-        # weight along.
+        # The tensors of each module in files, by name. Weak, to free layers that were replaced.
         self._sources: WeakKeyDictionary[nn.Module, dict[str, Source]] = WeakKeyDictionary()
-        # accelerate takes no account of these dtypes for tensors on the disk.
+        # accelerate ignores these dtypes for tensors on the disk.
         dtype_plan = model._get_dtype_plan(model.dtype)
         for module in model.modules():
             sources = sources_of(module, dtype_plan)
@@ -113,9 +114,7 @@ class Weights:
             self._remove_hooks(model)
 
     def _share_tied(self, model: PreTrainedModel) -> None:
-        """Give tied parameters one source: a checkpoint stores them under any one of their names,
-        or under both.
-        """
+        """Give tied parameters one source: a checkpoint stores them under one or both names."""
         for name, source in list(model.all_tied_weights_keys.items()):
             tied, tied_leaf = get_module_from_name(model, name)
             other, leaf = get_module_from_name(model, source)
@@ -127,7 +126,7 @@ class Weights:
                 others[leaf] = own[tied_leaf]
             elif torch.equal(own[tied_leaf].read(), others[leaf].read()):
                 own[tied_leaf] = others[leaf]
-            else:  # two weights, whatever the configuration says, as in transformers
+            else:  # as in transformers, different weights are not tied
                 del model.all_tied_weights_keys[name]
 
     def _remove_hooks(self, model: PreTrainedModel) -> None:
@@ -138,12 +137,11 @@ class Weights:
             for name, buffer in module.named_buffers(recurse=False):
                 buffers.append((module, name, buffer))
         remove_hook_from_module(model, recurse=True)
-        # accelerate has read the buffers again, and rounded them to the dtype of the model.
+        # accelerate read the buffers again, and rounded them to the dtype of the model.
         for module, name, buffer in buffers:
             setattr(module, name, buffer.to(self.device))
         for module in model.modules():
-            # What accelerate puts back is a bound method: a cycle, which would keep the weight of a
-            # replaced layer.
+            # accelerate puts a bound method back: a cycle, which would keep replaced layers alive.
             forward = module.__dict__.get("forward")
             if getattr(forward, "__func__", None) is type(module).forward:
                 del module.forward
@@ -152,8 +150,11 @@ class Weights:
     def present(self, part: Modules, then: Modules | None = None) -> Iterator[None]:
         """Within it, the parameters of a part of the model are on the device.
 
-        Afterwards they are freed, with compressed layers that were put into the part; what was in
-        memory before stays. then: the next part, which is read in the background if `prefetch`.
+        Afterwards, they are freed, and so are compressed layers that were put into the part. A part
+        that was already in memory stays there.
+
+        Args:
+            then: the next part, which is read in the background if `prefetch`.
         """
         if not self._missing(part):
             yield
@@ -179,17 +180,18 @@ class Weights:
         return self.streamed and any(parameter.is_meta for parameter in parameters)
 
     def _wanted(self, part: Modules) -> Iterator[tuple[nn.Module, str, Source]]:
-        """Yield module, name and source of the tensors that are read for a part."""
+        """Yield module, name and source of each tensor to read for a part."""
         for module in part():
             for name, source in self._sources.get(module, {}).items():
                 if isinstance(module, SplitExperts) or module.get_parameter(name).is_meta:
                     yield module, name, source
 
     def _bring(self, part: Modules) -> None:
-        """Put the parameters of a part on the device. It holds no module: a replaced layer would
-        keep its weight.
+        """Put the parameters of a part on the device.
+
+        A function of its own, so that no local variable keeps a replaced layer alive.
         """
-        brought: dict[str, nn.Parameter] = {}  # tied parameters are one
+        brought: dict[str, nn.Parameter] = {}  # tied parameters are one object
         for module, name, source in self._wanted(part):
             if isinstance(module, SplitExperts):
                 module.fill(name, self._read(source))
@@ -199,7 +201,7 @@ class Weights:
             module.register_parameter(name, brought[source.name])
 
     def _read_ahead(self, part: Modules) -> None:
-        """Start to read the tensors of a part in a thread, and drop those of an earlier part."""
+        """Start to read a part in a thread, and drop what was read for an earlier part."""
         self._drop_reads()
         calls = {source.name: partial(self._pinned, source) for _, _, source in self._wanted(part)}
         reads = run_in_background("read ahead", *calls.values())
@@ -207,19 +209,19 @@ class Weights:
 
     def _pinned(self, source: Source) -> Tensor:
         tensor = source.read()
-        if self.device.type == "cuda":  # it copies faster from pinned memory
+        if self.device.type == "cuda":  # copies from pinned memory are faster
             return tensor.pin_memory()
         return tensor
 
     def _drop_reads(self) -> None:
-        """Drop tensors that were not taken, and wait for reads that are running."""
+        """Drop tensors that were read ahead, and wait for reads that are running."""
         for read in self._reads.values():
             read.cancel()
         wait(self._reads.values())
         self._reads.clear()
 
     def _read(self, source: Source) -> Tensor:
-        """The tensor on the device, read ahead or now."""
+        """Return the tensor on the device, read ahead or now."""
         if source.name in self._reads:
             tensor = self._reads[source.name].result()
             del self._reads[source.name]  # after an error `_drop_reads` still sees it
@@ -231,17 +233,17 @@ class Weights:
                 f" {list(source.shape)} in the model that its config.json describes; download or"
                 " copy the checkpoint again"
             )
-        # The order of the stream suffices on CUDA.
+        # On CUDA, the order of the stream is enough synchronisation.
         return tensor.to(self.device, non_blocking=self.device.type == "cuda")
 
 
 def trim() -> None:
-    """Give freed memory back to the system: glibc would keep arrays below 32 MB."""
+    """Return freed memory to the system; glibc would keep arrays below 32 MB."""
     with suppress(AttributeError, OSError):  # another C library, or system
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def outside(model: nn.Module, blocks: Blocks) -> Modules:
-    """All modules outside the blocks: embeddings, the last norm, the output head."""
+    """Return a function that lists the modules outside the blocks: embeddings, last norm, head."""
     inside = {module for block in blocks.modules for module in block.modules()}
     return lambda: (module for module in model.modules() if module not in inside)
