@@ -166,13 +166,12 @@ class MomentSums:
         """Return the Gram over the tokens of all processes; H = I if there are no tokens, as for an
         expert that no token is routed to.
         """
-        count = torch.tensor(self.count, device=self.second.device)
-        for total in (count, self.second, self.first):
-            world.add(total)
-        tokens = int(count)
+        tokens = int(world.total(self.count, self.first.device))
+        world.add(self.second)
+        world.add(self.first)
         if not tokens:
-            identity = torch.eye(len(self.second)).to(self.first.device, self.dtype)
-            return Gram(identity, 0, self.first.to(self.dtype))
+            mean = self.first.to(self.dtype)
+            return Gram(torch.eye(len(mean)).to(mean), 0, mean)
         for panel, after in _panels(self.second):  # below the diagonal
             self.second[after, panel] = self.second[panel, after].T
         second = self.second.div_(tokens).to(self.dtype)

@@ -291,19 +291,18 @@ def every_expert_called(root: nn.Module) -> Iterator[None]:
         yield
 
 
-def experts_of(root: nn.Module, name: str) -> tuple[SplitExperts, int] | None:
-    """Return the experts module of a layer and the index of its expert; None for other layers."""
+def experts_of(root: nn.Module, name: str) -> SplitExperts | None:
+    """Return the experts that a layer belongs to; None for other layers."""
     parent, _, index = name.rpartition(".")[0].rpartition(".")
     module = root.get_submodule(parent)
     if isinstance(module, SplitExperts) and index.isdigit():
-        return module, int(index)
+        return module
     return None
 
 
 def share_of_tokens(root: nn.Module, name: str) -> float:
     """Share of all tokens that a layer sees: for a layer of an expert, on average over experts."""
-    expert = experts_of(root, name)
-    if expert is None:
+    experts = experts_of(root, name)
+    if experts is None:
         return 1.0
-    module, _ = expert
-    return min(module.chosen / module.count, 1.0)
+    return min(experts.chosen / experts.count, 1.0)

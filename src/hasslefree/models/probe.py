@@ -1,5 +1,5 @@
-"""Learn from forward passes of one segment how a model calls its blocks, and run the parts of a
-model before and after the blocks.
+"""Learn from forward passes of one segment how a model calls its blocks, and compute the inputs of
+the first block.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from hasslefree.core.gram import working_dtype
 from hasslefree.errors import ModelError, NonFiniteError, option
@@ -26,9 +25,6 @@ from hasslefree.models.extra_inputs import (
     same,
 )
 from hasslefree.models.weights import Weights, outside
-
-# Options of a configuration for outputs that only blocks can compute.
-OUTPUT_OPTIONS = ("output_router_logits", "output_attentions", "output_hidden_states")
 
 # Called with the index of each block while it is in memory, and after each block.
 Inspect = Callable[[int], None]
@@ -219,36 +215,3 @@ def entering(
     with torch.no_grad(), suppress(Stop):
         run_with(model, blocks, segment, entry.forward)
     return entry.states
-
-
-def logits_of(
-    model: PreTrainedModel,
-    blocks: Blocks,
-    calls: Sequence[BlockCall],
-    segment: Tensor,
-    states: Tensor,
-) -> Tensor:
-    """Compute the logits (tokens, vocabulary) from the output of the last block; no block runs.
-
-    Args:
-        segment: token ids (tokens,).
-        states: output of the last block, (1, tokens, width).
-    """
-
-    def forward(index: int, *args: Any, **kwargs: Any) -> Any:
-        return calls[index].as_output(states)
-
-    with ExitStack() as changes:
-        for name in OUTPUT_OPTIONS:
-            if getattr(model.config, name, False):
-                changes.enter_context(replaced(model.config, name, False))
-        output = run_with(model, blocks, segment[None], forward)
-    logits = getattr(output, "logits", None)
-    if not isinstance(logits, Tensor):
-        raise ModelError(
-            f"{type(model).__name__} has no output head, and {option('allocate', 'error')} and"
-            " prediction matching need the model's predictions; load it as a causal language model"
-            f" (AutoModelForCausalLM), or use {option('allocate', 'uniform')} and"
-            f" {option('match_predictions', 0)}"
-        )
-    return logits[0]

@@ -5,20 +5,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hasslefree.errors import ModelError, option
 from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.calibrate import run_block, with_batching
 from hasslefree.models.calls import BlockCall, replaced
 from hasslefree.models.precision import computing
-from hasslefree.models.probe import block_calls, entering, logits_of
+from hasslefree.models.probe import block_calls, entering, run_with
 from hasslefree.models.sites import Site, find_site
 from hasslefree.models.weights import Weights, outside
 from hasslefree.progress import PREFLIGHT, Phases
+
+# Options of a configuration for outputs that only blocks can compute.
+OUTPUT_OPTIONS = ("output_router_logits", "output_attentions", "output_hidden_states")
 
 
 @dataclass
@@ -117,13 +121,32 @@ class Walk:
             yield
 
     def logits(self, segment: Tensor, states: Tensor) -> Tensor:
-        """Compute the logits (tokens, vocabulary) from outputs of the last block, within `head`.
+        """Compute the logits (tokens, vocabulary) from the output of the last block, within `head`;
+        no block runs.
 
         Args:
             segment: token ids (tokens,).
-            states: (1, tokens, width).
+            states: output of the last block, (1, tokens, width).
         """
-        return logits_of(self.model, self.blocks, self.calls, segment, states)
+
+        def forward(index: int, *args: Any, **kwargs: Any) -> Any:
+            return self.calls[index].as_output(states)
+
+        config = self.model.config
+        with ExitStack() as changes:
+            for name in OUTPUT_OPTIONS:
+                if getattr(config, name, False):
+                    changes.enter_context(replaced(config, name, False))
+            output = run_with(self.model, self.blocks, segment[None], forward)
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, Tensor):
+            raise ModelError(
+                f"{type(self.model).__name__} has no output head, and"
+                f" {option('allocate', 'error')} and prediction matching need the model's"
+                " predictions; load it as a causal language model (AutoModelForCausalLM), or use"
+                f" {option('allocate', 'uniform')} and {option('match_predictions', 0)}"
+            )
+        return logits[0]
 
     def entering(self, segments: Tensor) -> Activations:
         """Compute the inputs of the first block, at least in float32. segments: token ids (samples,

@@ -347,7 +347,7 @@ def kind_of(task: Task, name: str) -> tuple[object, ...]:
     if experts is None:
         return (name,)
     # Matrices of one expert depend on each other.
-    return (id(experts[0]), name.rpartition(".")[2])
+    return (id(experts), name.rpartition(".")[2])
 
 
 def compress_in_one_pass(task: Task, hidden: Activations, groups: list[Group]) -> list[Done]:
