@@ -125,16 +125,14 @@ def check_reads_text(name: str, config: Any) -> None:
     if kind is None:  # transformers raises an error when it builds the model
         return
     signature = inspect.signature(kind.forward)
-    try:
+    with suppress(TypeError):  # `forward` has more required parameters
         signature.bind(None, input_ids=None)
-        reads_text = "input_ids" in signature.parameters
-    except TypeError:  # `forward` has more required parameters
-        reads_text = False
-    if not reads_text:
-        raise ModelError(
-            f"{name} is a {kind.__name__}, which needs more inputs than text; hasslefree compresses"
-            " language models"
-        )
+        if "input_ids" in signature.parameters:
+            return
+    raise ModelError(
+        f"{name} is a {kind.__name__}, which needs more inputs than text; hasslefree compresses"
+        " language models"
+    )
 
 
 def auto_class(config: Any) -> Any:

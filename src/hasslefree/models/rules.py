@@ -190,8 +190,7 @@ def select_sites(blocks: Blocks, leave_dense: Collection[str] = ()) -> Selection
         ModelError: a large weight is not a linear layer and not excluded, a glob matches nothing,
             or no layer is left to compress.
     """
-    end_names = [name for end in blocks.ends for name in end.names]
-    unused = {glob for glob in leave_dense if not matches_any(end_names, [glob])}
+    names = [name for end in blocks.ends for name in end.names]
     dense: dict[str, str] = {}
     selected = []
     unsupported = []
@@ -200,9 +199,9 @@ def select_sites(blocks: Blocks, leave_dense: Collection[str] = ()) -> Selection
         sites = {}
         for matrix in view.candidates():
             full_name = f"{blocks.prefix(index)}.{matrix.name}"
-            matching = {glob for glob in leave_dense if fnmatchcase(full_name, glob)}
-            unused -= matching
-            reason = EXCLUDED if matching else reason_for(view, matrix)
+            names.append(full_name)
+            is_excluded = matches_any([full_name], leave_dense)
+            reason = EXCLUDED if is_excluded else reason_for(view, matrix)
             if reason is not None:
                 dense[full_name] = reason
             elif matrix.is_layer:
@@ -213,6 +212,7 @@ def select_sites(blocks: Blocks, leave_dense: Collection[str] = ()) -> Selection
         selected.append(sites)
     if unsupported:
         raise unsupported_weights(unsupported)
+    unused = {glob for glob in leave_dense if not matches_any(names, [glob])}
     if unused:
         globs = " ".join(sorted(unused))
         raise ModelError(
