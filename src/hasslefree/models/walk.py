@@ -184,8 +184,7 @@ class Walk:
 
     def backwards(self) -> Iterator[Visit]:
         """Visit the blocks from the last to the first, one in memory at a time."""
-        for index in reversed(range(len(self.blocks.modules))):
-            block = self.blocks.modules[index]
+        for index, block in reversed(list(enumerate(self.blocks.modules))):
             with self.weights.present(block.modules, self.blocks.part(index - 1)):
                 yield Visit(index, self.blocks.prefix(index), block, self.calls[index])
 
