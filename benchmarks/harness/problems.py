@@ -16,6 +16,7 @@ from hasslefree.distributed import ALONE
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.calibrate import gather
 from hasslefree.models.load import load_model
+from hasslefree.models.sites import find_sites
 from hasslefree.models.tokenizer import encode, load_tokenizer
 from hasslefree.models.walk import Walk
 from hasslefree.models.weights import Weights
@@ -106,7 +107,7 @@ def model_layers(
     for visit in walk.visits(hidden):
         if visit.index in (0, last // 2, last):
             grams = gather(visit.block, visit.prefix, visit.call, hidden, [[name] for name in LAYERS], ALONE)
-            sites = visit.sites(LAYERS)
+            sites = find_sites(visit.block)
             for name, gram in zip(LAYERS, grams, strict=True):
                 yield visit.index, name, sites[name].weight(), gram
 

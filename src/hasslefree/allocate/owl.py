@@ -13,6 +13,7 @@ from hasslefree.models.activations import Activations
 from hasslefree.models.calibrate import gather, groups_by_input, tensors_read
 from hasslefree.models.experts import every_expert_called
 from hasslefree.models.rules import Matrix
+from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Visit, Walk
 from hasslefree.planning.plan import LayerPlan, Plan, plan_layer
 from hasslefree.progress import ALLOCATION
@@ -66,7 +67,7 @@ def block_outliers(
     visit: Visit, plans: Mapping[str, LayerPlan], hidden: Activations, world: World
 ) -> float:
     """The share of outliers in the planned layers of a block. hidden: the inputs of the block."""
-    sites = visit.sites(list(plans))
+    sites = find_sites(visit.block)
     layers: list[tuple[Tensor, Tensor]] = []
     with every_expert_called(visit.block):
         reads = tensors_read(visit.block, visit.call, hidden[0], plans)

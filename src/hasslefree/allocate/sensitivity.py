@@ -354,7 +354,7 @@ def block_sensitivities(
     states = backward.states
     groups = groups_by_input(tensors_read(visit.block, visit.call, states[0], plans))
     inputs, outer = inputs_and_gradients(backward, groups)
-    sites = visit.sites(list(plans))
+    sites = find_sites(visit.block)
     tokens = round(world.total(backward.tokens, states.device))
     inspected: dict[str, T] = {}
     divergences: dict[str, float] = {}

@@ -17,7 +17,6 @@ from hasslefree.models.calibrate import run_block, with_batching
 from hasslefree.models.calls import BlockCall, replaced
 from hasslefree.models.precision import computing
 from hasslefree.models.probe import block_calls, entering, run_with
-from hasslefree.models.sites import Site, find_site
 from hasslefree.models.weights import Weights, outside
 from hasslefree.progress import PREFLIGHT, Phases
 
@@ -41,10 +40,6 @@ class Visit:
     block: nn.Module
     call: BlockCall
     has_run: bool = False
-
-    def sites(self, names: Sequence[str]) -> dict[str, Site]:
-        """Return the current sites of the block with these names."""
-        return {name: find_site(self.block, name) for name in names}
 
 
 @dataclass(frozen=True)
