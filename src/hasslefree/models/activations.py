@@ -10,6 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from hasslefree.core.products import tiles
 from hasslefree.errors import OutputError, UnknownNameError, option
 
 STORAGES = ("device", "cpu", "disk")
@@ -71,10 +72,8 @@ class Activations:
         self.states[index] = states
 
     def batches(self, tokens: int) -> Iterator[slice]:
-        """Yield slices that cover all segments, each of at most `tokens` tokens or one segment."""
-        count = max(tokens // self.shape[1], 1)
-        for first in range(0, len(self), count):
-            yield slice(first, first + count)
+        """Slices that cover all segments, each of at most `tokens` tokens or one segment."""
+        return tiles(len(self), tokens // self.shape[1])
 
 
 def _in_file(

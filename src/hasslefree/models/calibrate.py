@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hasslefree.core.gram import Gram, working_dtype
-from hasslefree.core.products import bfloat16_products
+from hasslefree.core.products import bfloat16_products, tiles
 from hasslefree.distributed import World
 from hasslefree.errors import NonFiniteError, option
 from hasslefree.models.activations import Activations
@@ -172,8 +172,8 @@ class MomentSums:
         if not tokens:
             mean = self.first.to(self.dtype)
             return Gram(torch.eye(len(mean)).to(mean), 0, mean)
-        for panel, after in _panels(self.second):  # below the diagonal
-            self.second[after, panel] = self.second[panel, after].T
+        for panel in _panels(self.second):  # below the diagonal
+            self.second[panel.stop :, panel] = self.second[panel, panel.stop :].T
         second = self.second.div_(tokens).to(self.dtype)
         return Gram(second, tokens, self.first.div_(tokens).to(self.dtype))
 
@@ -265,7 +265,7 @@ def _add_square(total: Tensor, rows: Tensor) -> None:
     out.
     """
     with torch.autocast(rows.device.type, enabled=False):
-        for panel, _ in _panels(total):
+        for panel in _panels(total):
             left = rows[:, panel].T
             right = rows[:, panel.start :]
             if rows.dtype == torch.bfloat16 and WIDE_PRODUCTS:
@@ -277,8 +277,6 @@ def _add_square(total: Tensor, rows: Tensor) -> None:
             total[panel, panel.start :].add_(product)
 
 
-def _panels(total: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Split the rows of a matrix (in, in): yield each panel, and all rows after it."""
-    size = PANEL.get(total.device.type, PANEL["cpu"])
-    for first in range(0, len(total), size):
-        yield slice(first, first + size), slice(first + size, None)
+def _panels(total: Tensor) -> Iterator[slice]:
+    """Slices of the rows of a matrix (in, in)."""
+    return tiles(len(total), PANEL.get(total.device.type, PANEL["cpu"]))
