@@ -239,12 +239,10 @@ def is_batched(module: Any) -> bool:
         return False
     if len(inspect.signature(module.forward).parameters) != 1:
         return False
-    down = module.down_proj
-    return down.ndim == 3 and module.gate_up_proj.shape == (
-        len(down),
-        down.shape[2],
-        2 * down.shape[1],
-    )
+    if module.down_proj.ndim != 3:
+        return False
+    count, inner, width = module.down_proj.shape
+    return bool(module.gate_up_proj.shape == (count, width, 2 * inner))
 
 
 def expert_modules(model: nn.Module) -> list[str]:
