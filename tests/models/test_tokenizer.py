@@ -77,6 +77,7 @@ CHAT = [{"role": "user", "content": "8"}]
         ("$A", (CHAT, "3"), [1, 8, 3, 2]),
         ("<s> $A", ("<s> 3 </s>", "4"), [1, 3, 2, 1, 4, 2]),
         ("$A </s>", ("3", "4"), [3, 2, 4, 2]),
+        ("<s> $A </s>", ("<s> 3", "4"), [1, 3, 2, 1, 4, 2]),
     ],
 )
 def test_each_text_begins_and_ends_once(template, text, expected):

@@ -135,12 +135,13 @@ def encode_document(tokenizer: Any, document: Document | Joined) -> Tensor:
         return encode(tokenizer, text, special_tokens=not is_begun(tokenizer, document, text))
     end = tokenizer.eos_token_id
     _, last = surrounding_tokens(tokenizer)
+    endings = {end, *last}
     parts: list[Tensor] = []
     for row in document:
         tokens = encode_document(tokenizer, row)
         parts.append(tokens)
-        is_ended = last or is_rendered(tokenizer, row) or tokens[-1:].tolist() == [end]
-        if end is not None and not is_ended:
+        has_ending = not endings.isdisjoint(tokens[-1:].tolist())
+        if end is not None and not has_ending and not is_rendered(tokenizer, row):
             parts.append(torch.tensor([end]))
     return torch.cat(parts)
 
