@@ -18,7 +18,7 @@ from hasslefree.models.calls import BlockCall, replaced
 from hasslefree.models.precision import computing
 from hasslefree.models.probe import block_calls, entering, run_with
 from hasslefree.models.weights import Weights, outside
-from hasslefree.progress import PREFLIGHT, Phases
+from hasslefree.progress import PREFLIGHT, REFERENCE, Phases
 
 # Options of a configuration for outputs that only blocks can compute.
 OUTPUT_OPTIONS = ("output_router_logits", "output_attentions", "output_hidden_states")
@@ -176,6 +176,14 @@ class Walk:
                 yield visit
                 if not visit.has_run and (to_end or index + 1 < len(self.blocks.modules)):
                     run_block(block, call, hidden)
+
+    def run_dense(self, hidden: Activations) -> None:
+        """Run all blocks of the dense model, and replace the inputs of the first block by the
+        outputs of the last one.
+        """
+        count = len(self.blocks.modules)
+        for _ in self.phases.counted(REFERENCE, self.visits(hidden), count, "blocks"):
+            pass
 
     def backwards(self) -> Iterator[Visit]:
         """Visit the blocks from the last to the first, one in memory at a time."""

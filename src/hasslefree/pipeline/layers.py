@@ -36,7 +36,7 @@ from hasslefree.packed.linear import SparseLowRankLinear
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.pipeline.job import Job
 from hasslefree.planning.plan import LayerPlan
-from hasslefree.progress import REFERENCE, Phase
+from hasslefree.progress import Phase
 from hasslefree.solve.decompose import solve_layer
 from hasslefree.solve.methods import with_grid
 from hasslefree.solve.methods.joint_on_grid import JointOnGrid
@@ -243,9 +243,7 @@ def head_gram(job: Job, name: str, reference: Reference | None) -> Gram:
     if reference is None:
         segments = job.local_segments
         states = walk.entering(segments)
-        blocks = len(walk.blocks.modules)
-        for _ in walk.phases.counted(REFERENCE, walk.visits(states), blocks, "blocks"):
-            pass
+        walk.run_dense(states)
     else:
         segments = reference.segments
         states = reference.states

@@ -36,7 +36,7 @@ from hasslefree.models.precision import only_trained
 from hasslefree.models.walk import Walk
 from hasslefree.packed.linear import compressed_layers
 from hasslefree.planning.schedule import Training
-from hasslefree.progress import PREDICTIONS, REFERENCE
+from hasslefree.progress import PREDICTIONS
 from hasslefree.train.gradients import Divergence, TrainedBlock, input_scales
 from hasslefree.train.optimizer import BlockOptimizer, norms
 from hasslefree.train.reference import Reference
@@ -58,10 +58,7 @@ def reference_of(
     """
     hidden = walk.entering(segments)
     check_predictions(walk, segments, hidden)
-    for _ in walk.phases.counted(
-        REFERENCE, walk.visits(hidden), len(walk.blocks.modules), "blocks"
-    ):
-        pass
+    walk.run_dense(hidden)
     return Reference(segments, hidden, total, tokens)
 
 
