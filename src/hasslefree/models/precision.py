@@ -35,8 +35,8 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | Non
 def computing(
     block: nn.Module, modules: Iterable[nn.Module] | None = None, unpack: bool = True
 ) -> Iterator[None]:
-    """Within it, a block runs on hidden states in float32, and S of its compressed layers is
-    unpacked once for all calls.
+    """Let a block run on hidden states in float32, with S of its compressed layers unpacked once
+    for all calls.
 
     Within the context, tensors that no product reads are float32; if products are not in the
     block's dtype, all tensors are. Afterwards, they have their own dtype again and their current
@@ -60,7 +60,7 @@ def computing(
 
 @contextmanager
 def only_trained(block: nn.Module, trained: Sequence[Tensor]) -> Iterator[None]:
-    """Within it, only the parameters `trained` of a block get gradients."""
+    """Restrict gradients to the parameters `trained` of a block."""
     chosen = {id(p) for p in trained}
     with ExitStack() as changes:
         for parameter in block.parameters():
@@ -79,15 +79,15 @@ def as_multiplied(x: Tensor) -> Tensor:
 
 @contextmanager
 def solving(device: torch.device) -> Iterator[None]:
-    """Within it, products of solvers are in the dtype of their factors, even within `computing`."""
+    """Compute products in their factors' dtype, without gradients, even within `computing`."""
     with torch.autocast(device.type, enabled=False), torch.no_grad():
         yield
 
 
 @contextmanager
 def widened(modules: Iterable[nn.Module], keep: torch.dtype | None) -> Iterator[None]:
-    """Within it, floating-point tensors of modules are at least float32. keep: dtype in which
-    matrices may stay.
+    """Convert floating-point tensors of modules to at least float32, and back at the end. keep:
+    dtype in which matrices may stay.
     """
     stored: dict[Tensor, Tensor] = {}  # values of each tensor; modules may share a tensor
     for module in modules:

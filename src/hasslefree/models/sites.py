@@ -94,7 +94,7 @@ class Site:
         return self.module.register_forward_hook(lambda module, args, output: see(output))
 
     def on_call(self, compute: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
-        """Within it, `compute`, (…, in) → (…, out) with the bias, replaces the product."""
+        """Replace the product temporarily by `compute`, (…, in) → (…, out) with the bias."""
         return replaced(self.module, "forward", compute)
 
     def replace(self, layer: nn.Module) -> None:

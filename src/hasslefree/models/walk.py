@@ -97,8 +97,8 @@ class Walk:
 
     @contextmanager
     def outside(self, dense: bool = False) -> Iterator[None]:
-        """Within it, the modules outside the blocks are in memory: embeddings, the last norm, the
-        output head.
+        """Bring the modules outside the blocks into memory: embeddings, the last norm, the output
+        head.
 
         Args:
             dense: use the dense values of embedding and head, even if `rounded` has others.
@@ -110,7 +110,7 @@ class Walk:
 
     @contextmanager
     def head(self, dense: bool = False) -> Iterator[None]:
-        """Within it, `logits` can be computed. dense: as for `outside`."""
+        """Let the output head run, as `logits` needs it. dense: as for `outside`."""
         modules = outside(self.model, self.blocks)
         with self.outside(dense), computing(self.model, modules(), unpack=False):
             yield
@@ -163,8 +163,8 @@ class Walk:
     def visits(self, hidden: Activations, to_end: bool = True) -> Iterator[Visit]:
         """Visit the blocks in order, one in memory at a time.
 
-        After each visit, `hidden`, the inputs of the block, is run through the block as it is then,
-        unless the visit `has_run`.
+        After each visit, `hidden` runs through the block, which the visit may have changed, unless
+        `has_run` is set.
 
         Args:
             to_end: run the last block too.
@@ -194,7 +194,7 @@ class Walk:
 
 @contextmanager
 def values_replaced(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within it, parameters have other values, given by name. No gradient may outlive it."""
+    """Replace values of parameters, given by name. No gradient may outlive the context."""
     with ExitStack() as changes:
         for name, value in values.items():
             changes.enter_context(replaced(model.get_parameter(name), "data", value))

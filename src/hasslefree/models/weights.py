@@ -148,7 +148,7 @@ class Weights:
 
     @contextmanager
     def present(self, part: Modules, then: Modules | None = None) -> Iterator[None]:
-        """Within it, the parameters of a part of the model are on the device.
+        """Bring the parameters of a part of the model to the device.
 
         Afterwards, they are freed, and so are compressed layers that were put into the part. A part
         that was already in memory stays there.
