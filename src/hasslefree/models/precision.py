@@ -47,7 +47,8 @@ def computing(
         unpack: False if S may change within the context; S is then unpacked at every call.
     """
     running = list(block.modules() if modules is None else modules)
-    parameters = [p for module in running for p in module.parameters(recurse=False)]
+    # No list, which would keep weights of replaced layers in memory.
+    parameters = (p for module in running for p in module.parameters(recurse=False))
     matrix = max(parameters, key=nn.Parameter.numel)
     products = product_dtype(matrix.dtype, matrix.device)
     narrow = torch.autocast(
