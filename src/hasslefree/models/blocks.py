@@ -127,6 +127,5 @@ def head_unit(block: nn.Module, name: str) -> int:
     attention: Any = block.get_submodule(parent)
     if leaf != "o_proj" or not hasattr(attention, "head_dim") or not hasattr(attention, "k_proj"):
         return 1
-    key_heads: int = attention.k_proj.out_features // attention.head_dim
-    width: int = attention.o_proj.in_features
-    return width // key_heads
+    key_heads = attention.k_proj.out_features // attention.head_dim
+    return attention.o_proj.in_features // key_heads

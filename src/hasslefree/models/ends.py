@@ -160,8 +160,7 @@ def scale_of(module: Any) -> float | None:
     if kind.forward is nn.Embedding.forward:
         return 1.0
     if kind.__name__.endswith("ScaledWordEmbedding"):  # of transformers
-        scale: float | None = getattr(module, "scalar_embed_scale", None)
-        return scale
+        return getattr(module, "scalar_embed_scale", None)
     return None
 
 

@@ -181,7 +181,7 @@ class SplitExperts(nn.Module):
             inner = self.layout._apply_gate(joined)
         else:
             inner = self.fused.act_fn(expert.up_proj(x))
-        output: Tensor = expert.down_proj(inner)
+        output = expert.down_proj(inner)
         if self.layout.has_post_expert_norm:
             return self.fused.post_expert_norm(output)
         return output
@@ -242,7 +242,7 @@ def is_batched(module: Any) -> bool:
     if module.down_proj.ndim != 3:
         return False
     count, inner, width = module.down_proj.shape
-    return bool(module.gate_up_proj.shape == (count, width, 2 * inner))
+    return module.gate_up_proj.shape == (count, width, 2 * inner)
 
 
 def expert_modules(model: nn.Module) -> list[str]:

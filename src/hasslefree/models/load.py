@@ -342,7 +342,7 @@ def resolve_device(device: str | None) -> torch.device:
 def most_positions(model: nn.Module) -> int | None:
     """Return the largest number of tokens that a model takes at once; None if unlimited."""
     config: Any = model.config
-    most: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
     if most is None or most < 1:  # XLNet has -1: no limit
         return None
     return most

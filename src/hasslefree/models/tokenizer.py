@@ -164,5 +164,4 @@ def rendered(tokenizer: Any, messages: list[dict[str, str]], **options: Any) -> 
     roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
     what = f"the chat template of {tokenizer.name_or_path} cannot write messages of {roles}"
     with loading(what, "give other messages, or correct or remove it"):
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        return text
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
