@@ -1,1 +1,1 @@
-"""Texts: where they come from, and the segments that are drawn from them."""
+"""Read calibration and evaluation texts, and draw segments from them."""

@@ -1,4 +1,4 @@
-"""Texts in local files, and in data sets in local folders."""
+"""Read texts from local files, and from data sets in local folders."""
 
 import csv
 import glob
@@ -17,21 +17,23 @@ from hasslefree.errors import CalibrationError, UnknownNameError
 
 # A text, or the messages of a conversation, each with a role and a content.
 Document = str | list[dict[str, str]]
-# Documents that are joined, because they are short.
+# Short documents that are read as one.
 Joined = tuple[Document, ...]
 _SLICE = re.compile(r"(?P<path>.+)\[(?P<rows>[^\[\]/]*)\]")
 _ROWS = re.compile(r"(\d{0,18}):(\d{0,18})")
 TEXTS = (".txt", ".raw")
-# Files of rows that are read here, and those that `datasets` reads, with its name of the format.
+# Files of rows that are read here.
 LINES = (".jsonl", ".json")
 CSV = ".csv"
+# Files of rows that `datasets` reads, with its name for the format.
 TABLES = {".parquet": "parquet", ".arrow": "arrow"}
 FORMATS = (*TEXTS, *LINES, CSV, *TABLES)
-# The characters of a cell, of which csv allows too few for a document.
+# The maximum length of a cell in characters: the default of csv is too short for documents.
 LONGEST_CELL = 1 << 30
-# The split; and not a table that datasets made of a file of the same name and time.
+# The split. The mode keeps datasets from reusing the table of another file with the same name and
+# modification time.
 SPLIT: dict[str, Any] = {"split": "train", "download_mode": "reuse_cache_if_exists"}
-# Files with these names are parts of a data set, or describe one.
+# Names of files that are part of a data set or describe one.
 _OF_DATA_SET = re.compile(
     r"(train|test|valid|validation|dev|eval)([-._ 0-9].*)?|dataset_.*|state", re.IGNORECASE
 )
@@ -41,17 +43,17 @@ ANSWERS = ("output", "completion", "response", "answer")
 CONVERSATIONS = ("messages", "conversations")
 # All fields that hold a document or a part of it.
 FIELDS = {"text", *CONVERSATIONS, *QUESTIONS, *ANSWERS}
-# Names of roles in conversations of `from` and `value`.
+# The names of roles in `conversations`, with those in `messages`.
 ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def local_documents(name: str, known: Sequence[str]) -> list[Document]:
     """Read the documents of a local file or data set.
 
-    A .txt file is one document. Other files have a document per row: see `document_of`. They are
-    .jsonl or .json (a list, or an object per line), both also as .gz, .parquet, .csv, a folder of
-    such files of one kind, or one of `datasets`, whose train split is taken. NAME[START:STOP] names
-    some of the rows.
+    A .txt file is one document. The other formats have one document per row (`document_of`): .jsonl
+    and .json (a list, or one object per line), both also with .gz, .parquet, .arrow and .csv. A
+    folder holds files of one of these formats, or a data set of `datasets`, of which the train
+    split is read. NAME[START:STOP] selects rows.
     """
     path = Path(name)
     match = None if path.exists() else _SLICE.fullmatch(name)
@@ -78,7 +80,7 @@ def local_documents(name: str, known: Sequence[str]) -> list[Document]:
 
 
 def kind_of(path: Path) -> str:
-    """The ending that tells the format of a file, before .gz."""
+    """The suffix of a file that gives its format, without .gz."""
     plain = path.with_suffix("") if path.suffix.lower() == ".gz" else path
     return plain.suffix.lower()
 
@@ -95,9 +97,10 @@ def file_documents(path: Path) -> Iterator[Document]:
 
 
 def folder_documents(path: Path) -> Iterator[Document]:
-    """The documents of the files of a folder by their names, or of a data set of `datasets`.
+    """The documents of a folder of files, in the order of their names, or of a data set.
 
-    `datasets` reads splits out of names, such as that of training.txt, and leaves other files out.
+    A plain folder is not given to `datasets`, which takes a name such as training.txt for that of a
+    split and ignores the other files.
     """
     files = [file for file in sorted(path.iterdir()) if not file.name.startswith(".")]
     kinds = {kind_of(file) for file in files}
@@ -110,7 +113,7 @@ def folder_documents(path: Path) -> Iterator[Document]:
 
 
 def row_slice(rows: str, path: Path) -> slice:
-    """The slice that START:STOP names. path: of the file, for the error."""
+    """Parse START:STOP. path: the file, for the error message."""
     match = _ROWS.fullmatch(rows)
     if match is None:
         raise CalibrationError(
@@ -122,16 +125,15 @@ def row_slice(rows: str, path: Path) -> slice:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file in UTF-8, which may be compressed by gzip."""
+    """Read a UTF-8 text file, which may be compressed with gzip."""
     opened = gzip.open if path.suffix.lower() == ".gz" else open
     try:
         with opened(path, "rt", encoding="utf-8-sig") as file:
-            text: str = file.read()
+            return file.read()
     except UnicodeDecodeError as error:
         raise CalibrationError(f"{path} is not UTF-8 text: {error}; convert it") from None
     except (OSError, EOFError, zlib.error) as error:
         raise CalibrationError(f"{path} cannot be read: {error}; copy it again") from None
-    return text
 
 
 @contextmanager
@@ -154,7 +156,7 @@ def table_rows(path: Path, kind: str) -> Iterable[Any]:
 
 
 def csv_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows below a row of names. A cell is a text, also if it is empty, a number or "null"."""
+    """The rows below the header. All cells are strings, even if empty, a number or "null"."""
     csv.field_size_limit(LONGEST_CELL)
     try:
         yield from csv.DictReader(io.StringIO(read_text(path)))
@@ -190,7 +192,7 @@ def row_documents(path: Path, rows: Iterable[Any]) -> Iterator[Document]:
 
 
 def json_documents(path: Path, text: str) -> Iterator[Document]:
-    """The documents of the rows of a JSON list, or of those in the lines of a text."""
+    """The documents in a JSON list, or in a text with one JSON object per line."""
     if text.lstrip().startswith("["):
         yield from row_documents(path, parsed(text, f"{path}, line 1"))
         return
@@ -216,26 +218,26 @@ def no_document(where: str) -> CalibrationError:
 
 
 def document_of(row: Any, where: str) -> Document:
-    """The document of a row: its text, or its conversation.
+    """The document of a row: a text or a conversation.
 
-    A row has the field `text`; `messages` with `role` and `content`, or `conversations` with `from`
-    and `value`; or one of `QUESTIONS` (and `input`, which belongs to it) with one of `ANSWERS`. A
-    field that is null or an empty list is none: tables have the same fields in all rows. If nothing
-    else is there, the document is empty.
+    A row has the field `text`; or `messages` with `role` and `content`; or `conversations` with
+    `from` and `value`; or one of `QUESTIONS`, possibly followed by `input`, and one of `ANSWERS`.
+    Fields that are null or an empty list are ignored, since all rows of a table have the same
+    fields. If only such fields hold documents, the document is empty.
 
     Args:
-        where: the row, for the error.
+        where: the row, for the error message.
 
     Raises:
-        CalibrationError: it has none of these, or they are no strings that can be encoded.
+        CalibrationError: no field holds a document, or its text is not a string that can be
+            encoded.
     """
     try:
         empty = {name for name, value in row.items() if value is None or value == []}
         row = {name: value for name, value in row.items() if name not in empty}
         if "text" in row:
             row["text"].encode()
-            document: Document = row["text"]
-            return document
+            return row["text"]
         for name in CONVERSATIONS:
             if name in row:
                 return conversation(row[name])
@@ -257,7 +259,7 @@ def document_of(row: Any, where: str) -> Document:
 
 
 def conversation(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """The roles and contents of messages, which must be strings that can be encoded."""
+    """The roles and contents of messages. Raises an error if one is not an encodable string."""
     kept: list[dict[str, str]] = []
     for message in messages:
         content = message["content"] if "content" in message else message["value"]

@@ -10,23 +10,24 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from hasslefree.errors import CalibrationError, option
 
-# Seconds for the hub to answer a request that says whether it, or a model on it, is reachable.
+# Timeout in seconds of a request that tests whether the hub, or a model on it, is reachable.
 PATIENCE = 5
 _PTB = "hf://datasets/ptb-text-only/ptb_text_only@refs%2Fconvert%2Fparquet/penn_treebank/{}/0000.parquet"
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """The part of a text that is scored; two perplexities compare only if all of this is the same.
+    """How a perplexity is measured; two of them are comparable only under the same protocol.
 
     Args:
-        joiner: the text between two documents.
+        joiner: the separator of two documents.
         documents: the number of documents, from the first on; None for all.
         windows: the number of windows, from the first on; None for all.
         remainder: also score the last window if the tokens do not fill it.
-        special_tokens: let the tokenizer put its own (<bos>, say) before the whole text, once.
-        first_token: put what the tokenizer puts before a text in place of the first token of every
-            window, as llama.cpp does. SparseGPT's code does not.
+        special_tokens: let the tokenizer add its special tokens, such as <bos>, once for the whole
+            text.
+        first_token: replace the start of every window by the tokens that the tokenizer puts before
+            a text, as llama.cpp does. SparseGPT's code does not.
     """
 
     joiner: str = "\n\n"
@@ -37,7 +38,7 @@ class Protocol:
     first_token: bool = True
 
 
-# The protocol of texts of which no figures are published.
+# The protocol of texts without published figures.
 FEW = Protocol(documents=1100, windows=256)
 
 
@@ -49,7 +50,7 @@ class HubText:
         calibration, evaluation: the arguments of `datasets.load_dataset` for each use.
         protocol: how the perplexity is measured.
         field: the field of a row that holds the text, or the messages of a conversation.
-        lines: rows are lines of one document.
+        lines: the rows are lines of a single document.
     """
 
     calibration: dict[str, Any]
@@ -77,8 +78,8 @@ def language_files(number: int) -> list[str]:
 
 HUB_TEXTS = {
     # The texts and protocols of SparseGPT's experiments (arXiv 2301.00774), which the paper's
-    # public code shares: whole windows alone; of C4 the first shard for calibration, and 256
-    # windows of its first 1,100 validation documents.
+    # public code shares: only whole windows; for C4, the first shard for calibration, and 256
+    # windows of the first 1,100 validation documents for evaluation.
     "c4": HubText(
         _C4 | {"data_files": "en/c4-train.00000-of-01024.json.gz"},
         _C4 | {"data_files": "en/c4-validation.00000-of-00008.json.gz"},
@@ -97,7 +98,7 @@ HUB_TEXTS = {
         field="sentence",
         lines=True,
     ),
-    # Texts of other kinds: the share of each that is measured on is never calibrated on.
+    # Texts of other kinds: the parts for calibration and for evaluation do not overlap.
     "wikipedia": HubText(
         _WIKIPEDIA | {"split": "train[:90%]"},
         _WIKIPEDIA | {"split": "train[90%:]"},
@@ -121,8 +122,8 @@ HUB_TEXTS = {
 
 @cache
 def is_reachable(minute: int) -> bool:
-    """Ask the hub whether it answers at all, once a minute: it may come back while a notebook is
-    open.
+    """Return True if the hub answers. The result is cached for each minute, since a connection may
+    come back while a notebook is open.
     """
     try:
         get_hf_file_metadata(
@@ -130,20 +131,25 @@ def is_reachable(minute: int) -> bool:
         )
     except HfHubHTTPError:
         return True
-    except Exception:  # of the network or a proxy
+    except Exception:  # raised by the network or a proxy
         return False
     return True
 
 
 def documents_on_hub(name: str, split: dict[str, Any]) -> Any:
+    """Read one of `HUB_TEXTS` from the hub, or from the cache if the hub cannot be reached.
+
+    Args:
+        split: the arguments of `datasets.load_dataset`.
+    """
     import datasets
 
     offline = datasets.config.HF_HUB_OFFLINE
     if not is_reachable(int(time.monotonic() // 60)):
-        datasets.config.HF_HUB_OFFLINE = True  # else each request is repeated for half a minute
+        datasets.config.HF_HUB_OFFLINE = True  # else each request is retried for half a minute
     try:
         return datasets.load_dataset(**split)[HUB_TEXTS[name].field]
-    except Exception as error:  # whatever the network, the hub and the reader of the file may raise
+    except Exception as error:  # the network, the hub or the file's reader may raise anything
         cause = f"{type(error).__name__}: {error}"
         if isinstance(error, ConnectionError):
             cause = "no connection"

@@ -1,4 +1,4 @@
-"""The standard library of the running Python: a text that is on every machine."""
+"""The source of the running Python's standard library: a text that is on every machine."""
 
 import hashlib
 import os
@@ -9,18 +9,18 @@ from pathlib import Path
 from hasslefree.errors import CalibrationError
 
 PYTHON = "python"
-# Folders that not every installation has, or that are not the library's.
+# Folders that are missing in some installations, or not part of the library.
 OTHERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
-# One file in so many is for evaluation, and never calibrated on.
+# One file in PARTS is kept for evaluation and never used for calibration.
 PARTS = 4
 
 
 def library_documents(held_out: bool) -> list[str]:
-    """The source files of the standard library, in the order of a hash of what they say.
+    """Read the source files of the standard library, ordered by a hash of their content.
 
     Args:
-        held_out: the files for evaluation; else all the others. The hash says which a file is, so
-            that two equal files are both of the same part.
+        held_out: return the files for evaluation; otherwise all others. The hash decides, so equal
+            files are in the same part.
 
     Raises:
         CalibrationError: this installation has no source files.
@@ -30,7 +30,7 @@ def library_documents(held_out: bool) -> list[str]:
     for file in _source_files(root):
         try:
             text = file.read_text(encoding="utf-8", errors="ignore")
-        except OSError:  # such as a link of a distribution to a file that is not installed
+        except OSError:  # such as a distribution's link to a file that is not installed
             continue
         digest = hashlib.sha256(text.encode()).digest()
         if (digest[-1] % PARTS == 0) == held_out and text.strip():
@@ -44,7 +44,7 @@ def library_documents(held_out: bool) -> list[str]:
 
 def _source_files(root: Path) -> Iterator[Path]:
     for folder, subfolders, files in os.walk(root):
-        # os.walk goes on with what is left: what is installed beside has many times as many files.
+        # os.walk skips removed folders: site-packages has many times as many files.
         subfolders[:] = set(subfolders) - OTHERS
         for name in files:
             if name.endswith(".py"):

@@ -1,4 +1,4 @@
-"""Segments of tokens that are drawn from the documents of a text."""
+"""Draw segments of tokens from the documents of a text."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -10,16 +10,17 @@ from torch import Tensor
 from hasslefree.errors import CalibrationError, option
 from hasslefree.texts.files import Document, Joined
 
-# The token ids of a document.
+# Returns the token ids of a document.
 Encode = Callable[[Any], Sequence[int] | Tensor]
-# Text counts as repeated if this many consecutive tokens are, or half a window; and the base of
-# their hash.
+# Text counts as repeated if this many consecutive tokens are repeated, or half a window.
 RUN = 32
+# The base of the hash of consecutive tokens.
 MULTIPLIER = 6364136223846793005
-# Documents in a row without a segment, after which no more are looked at: a tokenizer takes a
-# minute for a million.
+# After this many consecutive documents without a segment, the search ends: a tokenizer takes a
+# minute for a million short documents.
 MOST_SHORT = 1 << 16
-# Short documents are joined to groups of so many segments, whose length so many documents tell.
+# Short documents are joined into groups of JOINED segments on average. About JUDGED documents are
+# tokenised to estimate the average length.
 JOINED = 2
 JUDGED = 256
 # The shortest segment that an error proposes: fewer tokens say little about a layer's inputs.
@@ -31,14 +32,13 @@ def in_turn(
 ) -> Iterator[Tensor]:
     """Yield the tokens of documents in this order, int64 (tokens).
 
-    It ends after `MOST_SHORT` documents in a row that have fewer tokens than `seqlen`.
+    Stop after `MOST_SHORT` consecutive documents with fewer than `seqlen` tokens.
     """
     short = 0
     for index in order.tolist():
         tokens = torch.as_tensor(encode(documents[index]), dtype=torch.int64)
-        if len(tokens) < seqlen:
-            short += 1
-        else:
+        short += 1
+        if len(tokens) >= seqlen:
             short = 0
         yield tokens
         if short == MOST_SHORT:
@@ -53,17 +53,16 @@ def disjoint_segments(
     seed: int,
     used: Tensor | None = None,
 ) -> Tensor:
-    """Windows of random documents that do not overlap, in random order: `most`, or all that there
-    are.
+    """Draw up to `most` windows of random documents that do not overlap, in random order.
 
     With the same seed, the documents that `draw_segments` takes first come last.
 
     Args:
-        used: token ids (samples, seqlen) that no window may repeat. The first documents are then
-            those halfway between the documents that `draw_segments` takes first and last.
+        used: token ids (samples, seqlen) that no window may repeat. If given, the documents in the
+            middle of the order of `draw_segments` come first.
 
     Returns:
-        (windows, seqlen) int64; no rows where no document is long enough.
+        (windows, seqlen) int64; no rows if no document is long enough.
     """
     generator = torch.Generator().manual_seed(seed)
     windows: list[Tensor] = []
@@ -71,10 +70,10 @@ def disjoint_segments(
     length = min(RUN, max(seqlen // 2, 1))
     nothing = torch.empty(0, seqlen, dtype=torch.int64)
     if used is None:
-        seen = runs(nothing, length)
+        used = nothing
     else:
-        seen = runs(used, length).unique()
         order = order.roll(len(order) // 2)
+    seen = runs(used, length).unique()
     for tokens in in_turn(documents, order, encode, seqlen):
         start = int(torch.randint(len(tokens) % seqlen + 1, (), generator=generator))
         if len(tokens) < seqlen:
@@ -111,14 +110,14 @@ def draw_segments(
     seed: int,
     share: float = 1.0,
 ) -> Tensor:
-    """Random windows of random documents that are long enough, as SparseGPT draws them (arXiv
+    """Draw random windows of random documents that are long enough, as SparseGPT does (arXiv
     2301.00774).
 
-    Documents are visited in random order, one window each; a text with fewer long documents than
-    samples gives several windows a document, but never more tokens than it has.
+    Documents are visited in random order, one window each. If there are fewer long documents than
+    samples, a document gives several windows; the text must have as many tokens as the segments.
 
     Args:
-        share: of this text in the samples of which an error speaks.
+        share: this text's share of all samples, for the error message.
 
     Returns:
         (samples, seqlen) int64.
@@ -147,7 +146,7 @@ def draw_segments(
 
 
 def joined(documents: Sequence[Document], encode: Encode, seqlen: int) -> list[Joined]:
-    """Consecutive documents in groups of `JOINED` segments on average, judged by some of them."""
+    """Group consecutive documents; a group has the tokens of about `JOINED` segments."""
     few = [documents[i] for i in range(0, len(documents), len(documents) // JUDGED + 1)]
     tokens = sum(len(encode(document)) for document in few)
     count = math.ceil(JOINED * seqlen * len(few) / max(tokens, 1))
@@ -163,7 +162,7 @@ def _check_length(
     """Raise a CalibrationError if a text is too short for its segments.
 
     Args:
-        lengths: the tokens of each document that was read.
+        lengths: the number of tokens of each document that was read.
         share: as for `draw_segments`.
     """
     longest = max(lengths, default=0)

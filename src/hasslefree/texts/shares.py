@@ -1,4 +1,4 @@
-"""Several texts with shares: `c4:40% code:60%`, and the mixture that has a name."""
+"""Several texts with shares, such as `c4:40% code:60%`, and the named mixture."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from hasslefree.errors import CalibrationError
 
 MIXED = "mixed"
 # The texts of `mixed`, in per cent: web, encyclopedia, code, conversations, other languages, and
-# what the model writes itself.
+# text that the model generates.
 MIXTURE = {
     "c4": 30.0,
     "wikipedia": 15.0,
@@ -18,19 +18,20 @@ MIXTURE = {
     "languages": 10.0,
     "self": 10.0,
 }
-# By how much shares may miss 100 %, so that three of 33.3 % are a whole.
+# The tolerance of the sum of shares, in per cent: three shares of 33.3 % are accepted.
 ROUNDING = 0.2
 _SHARE = re.compile(r"(?P<name>.+):\s*(?P<share>\d{1,3}(\.\d{1,18})?)\s*%")
-# Between texts in one string, and what may be meant for a share.
+# The separator of texts in one string.
 _BETWEEN = re.compile(r"(?<=%)[,\s]+")
+# A malformed share.
 _NUMBER = re.compile(r":[-\d.,%\s]*$")
 
 
 def as_texts(given: Any) -> Any:
-    """The field `calibration` of a recipe: a text, or several as ("c4:40%", "code:60%").
+    """Normalise the field `calibration` of a recipe: a text, or a tuple ("c4:40%", "code:60%").
 
     Args:
-        given: either of them, a list, a mapping {"c4": "40%", "code": "60%"}, or all in a string,
+        given: a text, several in a sequence, a mapping {"c4": "40%", "code": "60%"}, or a string
             "c4:40% code:60%".
     """
     if isinstance(given, Mapping):
@@ -44,13 +45,13 @@ def as_texts(given: Any) -> Any:
         raise ValueError(f"calibration must be a text, or texts with shares, got {given!r:.60}")
     if not all(isinstance(text, str) for text in given):
         raise ValueError(f"calibration must list texts such as 'c4:40%', got {given!r:.60}")
-    if len(given) == 1:  # all in a string, as the command line has it
+    if len(given) == 1:  # the command line gives a list of one string
         return as_texts(given[0])
     return tuple(given)
 
 
 def shares_of(calibration: str | Sequence[str]) -> dict[str, float]:
-    """The share of each text in the segments, by its name; together 1.
+    """The share of each text in the segments, by name. The shares add up to 1.
 
     Raises:
         CalibrationError: a share is missing, or the shares do not add up to 100 %.
@@ -88,7 +89,9 @@ def shares_of(calibration: str | Sequence[str]) -> dict[str, float]:
 
 
 def counts_of(shares: Mapping[str, float], total: int) -> dict[str, int]:
-    """Deal a number of segments to texts: whole numbers that add up, by the largest remainders."""
+    """Distribute `total` segments among texts in proportion to their shares, by the largest
+    remainders.
+    """
     counts = {name: int(share * total) for name, share in shares.items()}
     missing = total - sum(counts.values())
     remainders = {name: share * total - counts[name] for name, share in shares.items()}

@@ -8,27 +8,29 @@ from hasslefree.texts.hub import FEW, HUB_TEXTS, Protocol, documents_on_hub
 from hasslefree.texts.python import PYTHON, library_documents
 from hasslefree.texts.shares import MIXED, shares_of
 
-# The calibration text that the model writes itself (`pipeline.text`).
+# The calibration text that the model generates (`pipeline.text`).
 SELF = "self"
-# The texts that have a name: for evaluation, and for calibration.
+# The named texts for evaluation.
 MEASURED = (*HUB_TEXTS, PYTHON)
+# The named texts for calibration.
 KNOWN = (SELF, MIXED, *MEASURED)
-# A longer text is cut into pieces of this many characters before it is tokenised: a tokenizer takes
-# seconds and 200 MB for a million. At 128 a token, a piece of a document for calibration also has
-# the tokens of a segment.
+# Longer texts are cut into pieces of this many characters before they are tokenised: a tokenizer
+# takes seconds and 200 MB for a million characters.
 PIECE = 1 << 18
+# An upper bound of the characters per token. A piece of a document for calibration has at least
+# this many for each token of a segment.
 WIDEST = 128
 
 
 def calibration_documents(name: str, seqlen: int = 0) -> Sequence[Document]:
     """Read the documents of a named text or a local file.
 
-    Line-based texts (wikitext2, ptb) are one document. Each piece of a document of more than
-    `PIECE` characters counts as a document, but in the texts of the hub that have many documents.
-    Documents without a word, such as the empty rows of many data sets, are left out.
+    Line-based texts (wikitext2, ptb) are one document. Documents of more than `PIECE` characters
+    are cut into pieces, each of which counts as a document, except in texts of the hub with many
+    documents. Documents without a word, such as the empty rows of many data sets, are left out.
 
     Args:
-        seqlen: tokens in a segment, which a piece must hold.
+        seqlen: the number of tokens in a segment, for which a piece must be long enough.
     """
     if name in HUB_TEXTS:
         text = HUB_TEXTS[name]
@@ -54,7 +56,9 @@ def calibration_documents(name: str, seqlen: int = 0) -> Sequence[Document]:
 
 
 def evaluation_protocol(name: str) -> Protocol:
-    """The protocol of a text: the published one of a hub name, and all of a local file."""
+    """The protocol of a text: the published one for a text of the hub; local files are scored as a
+    whole.
+    """
     if name in HUB_TEXTS:
         return HUB_TEXTS[name].protocol
     if name == PYTHON:
@@ -70,7 +74,7 @@ def evaluation_documents(name: str) -> Sequence[Document]:
         return local_documents(name, MEASURED)
     text = HUB_TEXTS[name]
     files = text.evaluation.get("data_files")
-    if isinstance(files, list):  # a language each
+    if isinstance(files, list):  # one file per language
         parts = [documents_on_hub(name, text.evaluation | {"data_files": file}) for file in files]
         alternating = chain.from_iterable(zip(*parts, strict=False))
         return list(islice(alternating, text.protocol.documents))
@@ -79,7 +83,7 @@ def evaluation_documents(name: str) -> Sequence[Document]:
 
 
 def check_text(name: str, known: Sequence[str] = MEASURED) -> None:
-    """Raise an error unless a text is one of the known names, or a local file that is not empty."""
+    """Raise an error unless a text is a known name, or a local file that is not empty."""
     if name not in known:
         local_documents(name, known)
 
@@ -88,7 +92,7 @@ def check_calibration(calibration: str | Sequence[str]) -> None:
     """Check the texts of a recipe and their shares.
 
     Raises:
-        HasslefreeError: a text is unknown, missing or empty, or the shares are not a whole.
+        HasslefreeError: a text is unknown, missing or empty, or the shares do not add up to 100 %.
     """
     for name in shares_of(calibration):
         check_text(name, KNOWN if name == calibration else (SELF, *MEASURED))
