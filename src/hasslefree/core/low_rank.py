@@ -27,6 +27,12 @@ class LowRank:
         """Return W − S − L, (out, in). At most two arrays of this size are allocated."""
         return torch.sub(weight, sparse).sub_(self.product())
 
+    def added_to(self, sparse: Tensor) -> Tensor:
+        """S + L for S (out, in), summed in float32 at least and rounded once to the dtype of S."""
+        wide = torch.promote_types(sparse.dtype, torch.float32)
+        total = torch.addmm(sparse.to(wide), self.u.to(wide), self.v.to(wide))
+        return total.to(sparse.dtype)
+
     def balanced(self) -> "LowRank":
         """Return the same product with ‖column of u‖ = ‖row of v‖, which keeps both factors within
         the range of a narrow dtype.

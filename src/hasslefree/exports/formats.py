@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hasslefree.core.low_rank import LowRank
 from hasslefree.errors import ModelError, option
 from hasslefree.exports.template import Template
 from hasslefree.files import write_json
@@ -58,15 +59,12 @@ class Target:
 
 @torch.no_grad()
 def summed(layer: SparseLowRankLinear) -> Tensor:
-    """S + u v: (out, in), summed in float32 at least and rounded once to the layer's dtype."""
+    """S + u v, (out, in), in the layer's dtype."""
     sparse = layer.unpacked()
     factors = layer.factors()
     if factors is None:
         return sparse
-    u, v = factors
-    wide = torch.promote_types(sparse.dtype, torch.float32)
-    whole = torch.addmm(sparse.to(wide), u.to(wide), v.to(wide))
-    return whole.to(sparse.dtype)
+    return LowRank(*factors).added_to(sparse)
 
 
 def dense_shapes(model: PreTrainedModel) -> PreTrainedModel:

@@ -1,13 +1,13 @@
 """Compressed layers that read the same inputs, run as one layer of vLLM.
 
-Where vLLM has a kernel for the codes of S, S stays packed, and the low-rank parts are added:
+If vLLM has a kernel for the codes of S, S stays packed, and the low-rank parts are added:
 
     y_i = x S_iᵀ + (x v_iᵀ) u_iᵀ      one product with all S_i, one with all v_i, one with each u_i
 
-Otherwise S + u v is summed when the weights are loaded, and the layer is a dense one.
+Otherwise, S + u v is summed when the weights are loaded, and the layer is dense.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,21 +21,22 @@ from hasslefree.serve.parts import Part
 # The names that vLLM gives the slices of its fused attention layer; other slices have numbers.
 ATTENTION = {"q": 0, "k": 1, "v": 2}
 
-# The slices of a fused layer that a tensor is for, as vLLM names them.
+# vLLM's name for the slices of a fused layer that a tensor belongs to.
 Slices = str | int | tuple[int, ...] | None
 
-# Make a `serve.kernels.VllmKernel` for a complete S with this grid, (out, in) and dtype, or None.
+# Makes a `serve.kernels.VllmKernel` for a complete S with this grid, shape (out, in) and dtype;
+# returns None if vLLM has none.
 KernelFor = Callable[[Grid, tuple[int, int], torch.dtype], Any]
 
 
 class FusedLinear(nn.Module):
-    """The product with all parts of a layer. The tensors are empty until every part is loaded.
+    """Multiply by all parts of a layer. The tensors are uninitialised until every part is loaded.
 
     Args:
         parts: the compressed layers, in the order of their outputs.
         dtype: of the inputs and of the tensors.
-        kernel_for: makes vLLM's kernel. It is asked if all parts are complete and on the same grid.
-            None without vLLM.
+        kernel_for: makes vLLM's kernel. Called if all parts are complete and on the same grid. None
+            without vLLM.
     """
 
     def __init__(
@@ -49,8 +50,9 @@ class FusedLinear(nn.Module):
         self.dtype = dtype
         self.outs = [part.local_shape[0] for part in parts]
         self.ranks = [part.rank for part in parts]
-        # The tensors of each part that is not complete, and codes until all parts are loaded.
+        # The tensors of each incomplete part, by its index.
         self.waiting: dict[int, dict[str, Tensor]] = {index: {} for index in range(len(parts))}
+        # The codes, scales and zeros of each loaded part, until all parts are loaded.
         self.codes: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         shape = (sum(self.outs), parts[0].local_shape[1])
         self.grid = common_grid(parts)
@@ -74,12 +76,12 @@ class FusedLinear(nn.Module):
         tensor: Tensor,
         slices: Slices,
     ) -> None:
-        """Take one tensor, in any order, and load the part that it completes.
+        """Store one tensor, and load its part once that is complete. The order does not matter.
 
         Args:
-            leaf: its name within the layer, such as `weight_scale`.
+            leaf: the tensor's name within the layer, such as `weight_scale`.
             tensor: the whole tensor.
-            slices: the slices of the fused layer that it is for, as vLLM names them.
+            slices: the slices of the fused layer that the tensor is for, as vLLM names them.
 
         Raises:
             ServeError: the layer has no such tensor or part.
@@ -111,13 +113,11 @@ class FusedLinear(nn.Module):
         for index, part in enumerate(self.parts):
             if first in part.slices:
                 return index
+        names = ", ".join(part.name for part in self.parts)
         raise ServeError(
-            f"vLLM loads part {slices!r} of a fused layer of {self._names(range(len(self.parts)))},"
-            " a part that this version of hasslefree does not know; update hasslefree"
+            f"vLLM loads part {slices!r} of a fused layer of {names}, a part that this version of"
+            " hasslefree does not know; update hasslefree"
         )
-
-    def _names(self, indices: Iterable[int]) -> str:
-        return ", ".join([self.parts[index].name for index in indices])
 
     def _load(self, index: int, tensors: dict[str, Tensor]) -> None:
         """Load one part from its whole tensors, which are cast in place."""
@@ -141,11 +141,11 @@ class FusedLinear(nn.Module):
             self.kernel.load(torch.cat(codes), torch.cat(scales), torch.cat(zeros))
 
     def finish(self) -> None:
-        """Prepare the kernel, if there is one; a CheckpointError if a part was not loaded."""
+        """Prepare the kernel, if any. Raises a CheckpointError if a part was not loaded."""
         if self.waiting:
+            names = ", ".join(self.parts[index].name for index in sorted(self.waiting))
             raise CheckpointError(
-                f"the weight files lack tensors of {self._names(sorted(self.waiting))}; download or"
-                " copy the folder again"
+                f"the weight files lack tensors of {names}; download or copy the folder again"
             )
         if self.kernel is not None:
             self.kernel.finish()

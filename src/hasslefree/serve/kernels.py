@@ -1,8 +1,8 @@
-"""x Sᵀ by vLLM's own kernels for codes in the pack-quantized layout of compressed-tensors, which is
-that of a folder.
+"""x Sᵀ by vLLM's own kernels for the pack-quantized layout of compressed-tensors, which folders
+use.
 
-vLLM's scheme for this layout chooses the kernel, such as Marlin or Humming on a GPU, and brings the
-codes into its order.
+vLLM's scheme for this layout chooses the kernel, such as Marlin or Humming on a GPU, and reorders
+the codes for it.
 """
 
 from typing import Any
@@ -49,8 +49,8 @@ class VllmKernel(nn.Module):
         scale: Tensor,
         zero: Tensor,
     ) -> None:
-        """Fill in codes, uint8 (out, in), and for each group its scale and the code of zero, (out,
-        groups).
+        """Copy codes, uint8 (out, in), and for each group the scale and the code of zero, (out,
+        groups), into the kernel's tensors.
         """
         times = self.weight_scale.shape[1] // scale.shape[1]
         scale = scale.repeat_interleave(times, 1)
@@ -61,9 +61,9 @@ class VllmKernel(nn.Module):
             self.weight_zero_point.copy_(pack_codes(zero.byte().T.contiguous(), self.grid.bits).T)
 
     def finish(self) -> None:
-        """Bring the tensors into the order of the kernel."""
+        """Reorder the tensors for the kernel."""
         if self.weight_packed.device.type == "cpu":
-            torch.cpu._init_amx()  # the system must allow AMX, for which vLLM's kernel does not ask
+            torch.cpu._init_amx()  # asks the system to allow AMX, which vLLM's kernel does not do
         self.scheme.process_weights_after_loading(self)
 
     def product(self, x: Tensor) -> Tensor:

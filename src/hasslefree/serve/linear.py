@@ -73,7 +73,9 @@ class FusedLinearMethod(LinearMethodBase):
             warn_once((kinds, memory), SUMMED, kinds, names, memory)
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
-        """Remove the slots; a CheckpointError if the weight files lack a tensor of the layer."""
+        """Remove the slots. Raises a CheckpointError if the weight files lack one of the layer's
+        tensors.
+        """
         for name, parameter in list(layer.named_parameters(recurse=False)):
             if isinstance(parameter, WeightSlot):
                 delattr(layer, name)
@@ -88,7 +90,7 @@ class FusedLinearMethod(LinearMethodBase):
         x: Tensor,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """x: (…, in) → (…, out), of this rank."""
+        """x: (…, in) → this rank's outputs, (…, out)."""
         y = layer.compressed(x)
         if bias is None:
             return y
@@ -96,7 +98,7 @@ class FusedLinearMethod(LinearMethodBase):
 
 
 class WeightSlot(nn.Parameter):
-    """A parameter without elements, which passes the tensors that vLLM loads to a fused layer.
+    """An empty parameter that passes the tensors that vLLM loads to a fused layer.
 
     Args:
         leaf: the name of the tensor within the layer.
@@ -104,31 +106,28 @@ class WeightSlot(nn.Parameter):
         dtype: of the tensors.
     """
 
+    leaf: str
+    fused: FusedLinear
+
     def __new__(
         cls,
         leaf: str,
         fused: FusedLinear,
         dtype: torch.dtype,
     ) -> "WeightSlot":
-        return super().__new__(cls, torch.empty(0, dtype=dtype), requires_grad=False)
-
-    def __init__(
-        self,
-        leaf: str,
-        fused: FusedLinear,
-        dtype: torch.dtype,
-    ):
-        self.leaf = leaf
-        self.fused = fused
+        slot = super().__new__(cls, torch.empty(0, dtype=dtype), requires_grad=False)
+        slot.leaf = leaf
+        slot.fused = fused
+        return slot
 
     @property
     def output_dim(self) -> int:
-        """Raise a ServeError: loaders of vLLM's models ask for it only to reorder rows by head, as
+        """Raise a ServeError: vLLM's loaders read this attribute only to reorder rows by head, as
         in GPT-NeoX, BLOOM, Falcon and Persimmon. Packed tensors would keep their order.
         """
         raise ServeError(
-            f"vLLM reorders the rows of {self.fused.parts[0].name} as it loads them, and those of a"
-            f" compressed layer cannot be reordered: {DENSE}"
+            f"vLLM reorders the rows of {self.fused.parts[0].name} as it loads them, which is not"
+            f" possible for a compressed layer: {DENSE}"
         )
 
     def weight_loader(
@@ -137,13 +136,13 @@ class WeightSlot(nn.Parameter):
         tensor: Tensor,
         slices: Slices = None,
     ) -> None:
-        """Take a tensor; vLLM calls it. slices: the part of a fused layer that it is for."""
+        """Called by vLLM with a tensor. slices: the part of the fused layer that it belongs to."""
         self.fused.add(self.leaf, tensor, slices)
 
 
 def slice_sizes(layer: LinearBase, output_size: int) -> list[int]:
-    """The outputs of each slice of a layer on all ranks together; key heads that ranks share count
-    once.
+    """The number of outputs of each slice of a layer over all ranks. Key heads that several ranks
+    hold count once.
     """
     if isinstance(layer, QKVParallelLinear):
         keys = layer.total_num_kv_heads
@@ -159,7 +158,7 @@ _warned: set[tuple[str, ...]] = set()
 
 
 def warn_once(key: tuple[str, ...], message: str, *arguments: str) -> None:
-    """Log a warning, once per kind of layers, which `key` names."""
+    """Log a warning, once per key."""
     if key not in _warned:
         _warned.add(key)
         logger.warning(message, *arguments)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hasslefree.checkpoint.entries import Entry, check_index, check_tensors
 from hasslefree.core.factors import CodedRows, TensorSpecs
+from hasslefree.core.low_rank import LowRank
 from hasslefree.errors import ServeError
 from hasslefree.serve.requirements import DENSE
 
@@ -22,10 +23,10 @@ class Part:
     """A layer of the folder within a layer of vLLM, and this rank's shard of it.
 
     Args:
-        name: its name in vLLM, for messages.
-        entry: its entry of config.json; None for a layer that stayed dense.
+        name: the layer's name in vLLM, for messages.
+        entry: the layer's entry in config.json; None for a layer that stayed dense.
         shape: (out, in) of the whole weight.
-        slices: the slices of vLLM's layer that it fills.
+        slices: the slices of vLLM's layer that the layer fills.
         rows: the rows of the shard as ranges (start, stop), in the rank's order.
         columns: the columns of the shard.
     """
@@ -58,15 +59,15 @@ class Part:
         return 0
 
     def tensors(self) -> TensorSpecs:
-        """Map the names of the stored tensors, without the bias, to their shapes and dtypes; None
-        is the model's dtype.
+        """The shapes and dtypes of the stored tensors by name, without the bias. None stands for
+        the model's dtype.
         """
         if self.entry:
             return self.entry.spec.tensors()
         return {"weight": (self.shape, None)}
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Compare the tensors of the layer with its entry; a CheckpointError names what differs."""
+        """Raise a CheckpointError if the layer's tensors do not match its entry."""
         check_tensors(self.name, self.tensors(), tensors)
         if self.entry is not None:
             check_index(self.name, self.entry, tensors[self.entry.spec.layout.index])
@@ -87,8 +88,8 @@ class Part:
         return self.local_rows(u), v[:, self.columns]
 
     def codes(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's shard of a complete S on a grid without offsets: codes (out, in), and scales
-        and zeros (out, groups).
+        """This rank's shard of a complete S on a grid without offsets: codes (out, in), scales and
+        zeros (out, groups).
         """
         assert self.entry is not None
         spec = self.entry.spec
@@ -105,15 +106,13 @@ class Part:
         )
 
     def dense(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """This rank's shard of S + u v, or of the dense weight: summed in float32 at least."""
+        """This rank's shard of S + u v, or of the dense weight."""
         whole = self.entry.spec.unpack(tensors) if self.entry else tensors["weight"]
         shard = self.local_rows(whole)[:, self.columns]
         factors = self.factors(tensors)
         if factors is None:
             return shard
-        wide = torch.promote_types(shard.dtype, torch.float32)
-        u, v = factors
-        return torch.addmm(shard.to(wide), u.to(wide), v.to(wide))
+        return LowRank(*factors).added_to(shard)
 
 
 @dataclass(frozen=True)
@@ -140,8 +139,8 @@ class Division:
         """Assign the slices of the layer to the layers of the folder.
 
         Args:
-            entries: the layers in the order of their outputs; None for a dense one, which is one
-                slice.
+            entries: the layers in the order of their outputs; None for a dense layer, which fills
+                one slice.
 
         Raises:
             ServeError: their shapes do not add up to the layer.
@@ -165,7 +164,7 @@ class Division:
         return parts
 
     def _last_slice(self, entry: Entry | None, first: int) -> int:
-        """The end of the slices from `first` on that have the outputs of an entry together."""
+        """The end of the range of slices from `first` that together have an entry's outputs."""
         last = first + 1
         if entry is None:
             return last
@@ -184,8 +183,8 @@ class Division:
         )
 
     def _rows(self, slices: range) -> tuple[tuple[int, int], ...]:
-        """This rank's rows of some slices. If ranks outnumber key heads, neighbouring ranks hold
-        the same heads.
+        """The ranges of rows of some slices that this rank holds. If there are more ranks than key
+        heads, neighbouring ranks hold the same heads.
         """
         rows = []
         offset = 0

@@ -37,8 +37,8 @@ class ServedConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "ServedConfig":
-        """Read the entry of config.json, and refuse what cannot be served before any weight is
-        read.
+        """Read `quantization_config` of config.json. Raises an error if the model cannot be served,
+        before any weights are read.
         """
         check_vllm(vllm.__version__)
         check_device(current_platform.device_name)
@@ -61,17 +61,18 @@ class ServedConfig(QuantizationConfig):
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        return []  # config.json has it
+        return []  # the configuration is in config.json
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         self.entries = hf_to_vllm_mapper.apply_dict(self.entries)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Choose how a layer is multiplied; None for a layer that is not linear.
+        """The method that multiplies a layer; None if the layer is not linear.
 
         Args:
-            layer: of vLLM's model.
-            prefix: its name in vLLM, such as `qkv_proj` for three layers of the folder.
+            layer: a layer of vLLM's model.
+            prefix: the layer's name in vLLM. For example, `qkv_proj` stands for three layers of the
+                folder.
         """
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
@@ -95,8 +96,8 @@ class ServedConfig(QuantizationConfig):
 
 
 def register() -> None:
-    """Make the folders known to vLLM; an unsuitable version is an error only when a compressed
-    folder is served.
+    """Register the format of compressed folders. An unsupported version of vLLM raises an error
+    only when such a folder is served.
     """
     if QUANT_METHOD not in QUANTIZATION_METHODS:
         register_quantization_config(QUANT_METHOD)(ServedConfig)
