@@ -1,5 +1,5 @@
-"""S on a grid for programs that have such a format: the check that they hold it, and its scales,
-zeros or offsets.
+"""S on a grid for other programs: check that a program can hold it, and read its scales, zeros or
+offsets.
 """
 
 from collections.abc import Iterable
@@ -21,8 +21,8 @@ from hasslefree.recipe.engines import ENGINES, GROUP, fused_apart, not_held
 
 @dataclass(frozen=True)
 class Coded:
-    """A layer whose S an engine holds exactly. group: the group size that the engine stores, or
-    the length of its blocks with several groups.
+    """A layer whose S an engine holds exactly. group: the group size that the engine stores, or the
+    length of a block with several groups.
     """
 
     layer: SparseLowRankLinear
@@ -30,18 +30,18 @@ class Coded:
     group: int
 
     def repeated(self, numbers: Tensor) -> Tensor:
-        """The numbers of the layer's groups, (out, groups), for each group of the engine."""
+        """Repeat numbers of the layer's groups, (out, groups), for each group of the engine."""
         groups = self.layer.in_features // self.group
         return numbers.detach().repeat_interleave(groups // numbers.shape[1], 1)
 
     @property
     def scale(self) -> Tensor:
-        """(out, groups of the engine), in the layer's dtype."""
+        """The scale of each group: (out, groups of the engine), in the layer's dtype."""
         return self.repeated(self.layer.weight)
 
     @property
     def second(self) -> Tensor:
-        """The offset, or the zero, of each group, as `scale`."""
+        """The offset or the zero of each group, in the shape and dtype of `scale`."""
         tensors = self.layer.tensors()
         if self.grid.offset:
             return self.repeated(tensors["weight_offset"])
@@ -51,7 +51,7 @@ class Coded:
 def check_held(config: Any, engine: str) -> None:
     """Raise a ModelError if an engine cannot hold a layer of a compressed model exactly.
 
-    Embedding and head become dense for an engine that takes no others.
+    Embedding and head are not checked for engines that need them dense: the export unpacks them.
     """
     entries = read_entries(config.quantization_config["modules"])
     specs = {name: entry.spec for name, entry in entries.items()}
@@ -66,7 +66,7 @@ def check_held(config: Any, engine: str) -> None:
 
 
 def other_exports(specs: Iterable[LayerSpec]) -> str:
-    """The exports that need no engine, in words."""
+    """The remedy that needs no engine, in words."""
     if any(spec.rank for spec in specs):
         return f"export with {option('to', 'dense')} or {option('to', 'peft')}"
     return f"export with {option('to', 'dense')}"
@@ -78,7 +78,7 @@ def compress_again(engine: str) -> str:
 
 
 def obstacle(spec: LayerSpec, engine: str) -> str | None:
-    """Say why an engine cannot hold a layer exactly; None if it can."""
+    """The reason why an engine cannot hold a layer exactly; None if it can."""
     again = compress_again(engine)
     width = spec.shape[1]
     if spec.grid is None:
@@ -95,8 +95,10 @@ def obstacle(spec: LayerSpec, engine: str) -> str | None:
 
 
 def check_layers(model: PreTrainedModel, engine: str) -> dict[str, Coded]:
-    """The compressed layers, which pass `check_held`, by their names; or a ModelError if the model
-    is of a kind that the engine cannot hold.
+    """The compressed layers by name. They have passed `check_held`.
+
+    Raises:
+        ModelError: a layer is an expert, or layers that the engine multiplies as one differ.
     """
     held: dict[str, Coded] = {}
     for name, layer in compressed_layers(model).items():
@@ -111,14 +113,16 @@ def check_layers(model: PreTrainedModel, engine: str) -> dict[str, Coded]:
         held[name] = Coded(layer, grid, group)
     if ENGINES[engine].fuses:
         forms = dict.fromkeys(dense_linear(model), "dense")
-        forms |= {name: str(coded.grid) for name, coded in held.items()}
-        if apart := fused_apart(forms, {}):
+        for name, coded in held.items():
+            forms[name] = str(coded.grid)
+        apart = fused_apart(forms, {})
+        if apart is not None:
             others = other_exports(coded.layer.spec for coded in held.values())
             raise ModelError(f"{apart}: {compress_again(engine)}; or {others}")
     return held
 
 
 def dense_linear(model: PreTrainedModel) -> list[str]:
-    """The names of the linear layers that are not compressed, the head among them."""
+    """The names of the linear layers that are not compressed, including the head."""
     # Compressed layers are no nn.Linear.
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]

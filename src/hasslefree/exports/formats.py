@@ -1,6 +1,4 @@
-"""What an export writes: a dense model, a narrower dense one, or S with u v as a PEFT adapter of
-scaling 1 on it.
-"""
+"""Write a dense model, a narrower dense one, or S with u v as a PEFT adapter of scaling 1."""
 
 import copy
 import re
@@ -36,7 +34,9 @@ class Target:
     """The folder that an export fills.
 
     Args:
-        folder: meanwhile. final: its path at the end, as it was given.
+        folder: the path until the export is complete.
+        final: the path afterwards, as it was given.
+        max_shard_size: the maximum size of a weight file, such as "5GB".
         template: the GGUF file of the dense model, for an export to GGUF.
     """
 
@@ -53,7 +53,7 @@ class Target:
     def save(
         self, model: PreTrainedModel, folder: Path, tensors: dict[str, Tensor] | None = None
     ) -> None:
-        """Write a model. tensors: in place of its own."""
+        """Write a model. tensors: replace the model's tensors."""
         model.save_pretrained(folder, state_dict=tensors, max_shard_size=self.max_shard_size)
 
 
@@ -74,8 +74,10 @@ def dense_shapes(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def make_plain(model: PreTrainedModel, weight_of: Callable[[SparseLowRankLinear], Tensor]) -> None:
-    """Replace every compressed layer one at a time, by one of the original kind with this (out, in)
-    weight.
+    """Replace every compressed layer, one at a time, by a dense one.
+
+    Args:
+        weight_of: returns the dense weight, (out, in).
     """
     quantizer: Any = model.hf_quantizer
     quantizer.remove_quantization_config(model)
@@ -96,7 +98,7 @@ def make_plain(model: PreTrainedModel, weight_of: Callable[[SparseLowRankLinear]
 
 
 def make_ends_plain(model: PreTrainedModel) -> None:
-    """Replace a compressed embedding and head by dense modules, for a format that has no others."""
+    """Replace a compressed embedding and head by dense modules, for formats without packed ones."""
     original = dense_shapes(model)
     for end in find_ends(original):
         layer = model.get_submodule(end.name)
@@ -105,8 +107,10 @@ def make_ends_plain(model: PreTrainedModel) -> None:
 
 
 def write_dense(model: PreTrainedModel, target: Target) -> dict[str, Path]:
-    """Write the model, which is changed in place, with S + u v as its weights; gives the folder by
-    its kind.
+    """Write the model, which is changed in place, with S + u v as its weights.
+
+    Returns:
+        The folder that gets a model card, by the kind of the card.
     """
     unloaded = without_codes(unloaded_tensors(model))
     copied = {name: tensor.read() for name, tensor in unloaded.items()}
@@ -116,8 +120,8 @@ def write_dense(model: PreTrainedModel, target: Target) -> dict[str, Path]:
     return {"dense": target.folder}
 
 
-# The layer that reads heads or neurons → the layers that compute them, by their names in Llama and
-# similar models.
+# The layers that read heads or neurons, with the layers that compute these, by their names in Llama
+# and similar models.
 ATTENTION = "self_attn.o_proj"
 MAKERS = {
     ATTENTION: ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -128,9 +132,9 @@ MAKERS = {
 def write_narrow(model: PreTrainedModel, target: Target) -> dict[str, Path]:
     """Write the model, which is changed in place, without the channels whose weights are all zero.
 
-    The input channels of o_proj are removed in units of all query heads of a key head, with the
-    rows of q_proj, k_proj and v_proj that compute them; those of down_proj with the rows of
-    gate_proj and up_proj.
+    The input channels of o_proj are removed in units of all query heads of a key head, together
+    with the rows of q_proj, k_proj and v_proj that compute them. The input channels of down_proj
+    are removed together with the rows of gate_proj and up_proj.
     """
     make_plain(model, summed)
     blocks = find_blocks(model).modules
@@ -158,9 +162,9 @@ def write_narrow(model: PreTrainedModel, target: Target) -> dict[str, Path]:
 
 
 def check_shapes(model: PreTrainedModel) -> None:
-    """Raise a ModelError if a tensor has another shape than its configuration asks for.
+    """Raise a ModelError if the shape of a tensor does not match the model's configuration.
 
-    OLMo 2, for example, has a norm over all heads together.
+    For example, OLMo 2 has a norm over all heads.
     """
     expected = dense_shapes(model).state_dict()
     for name, tensor in model.state_dict().items():
@@ -172,8 +176,9 @@ def check_shapes(model: PreTrainedModel) -> None:
 
 
 def units_kept(block: nn.Module, reader: str) -> Tensor:
-    """(units,) bool: the heads (all that share a key head) or neurons with an entry in the layer
-    that reads them.
+    """A mask of the units that a layer reads with a non-zero weight: (units,) bool.
+
+    A unit is a neuron, or all query heads that share a key head.
     """
     names = [*MAKERS[reader], reader]
     modules: dict[str, Any] = dict(block.named_modules())
@@ -195,7 +200,7 @@ def units_kept(block: nn.Module, reader: str) -> Tensor:
 
 
 def common_count(reader: str, kept: list[Tensor]) -> int:
-    """How many units each block keeps."""
+    """The number of units that each block keeps. Raises a ModelError if it differs or is 0."""
     counts = [int(torch.count_nonzero(mask)) for mask in kept]
     if len(set(counts)) > 1 or not counts[0]:
         raise ModelError(
@@ -226,8 +231,10 @@ def accepted_count(
     groups: int,
     least: int,
 ) -> int:
-    """The least number of key heads, from `least` to `groups`, that transformers accepts: Llama's
-    must divide the hidden size, though nothing depends on that if head_dim is given."""
+    """The smallest number of key heads, from `least` to `groups`, that transformers accepts.
+
+    Llama's number of query heads must divide the hidden size, even if head_dim is given.
+    """
     for count in range(least, groups):
         tried = copy.deepcopy(config)
         set_heads(tried, groups, count)
@@ -258,7 +265,7 @@ def remove_units(
 
 
 def write_adapter(model: PreTrainedModel, target: Target) -> dict[str, Path]:
-    """Write the adapter, and the model of S into `base`."""
+    """Write u v as a PEFT adapter, and the model of S into `base`."""
     experts = [name for name in compressed_layers(model) if experts_of(model, name)]
     if experts:
         raise ModelError(
@@ -277,7 +284,7 @@ def write_adapter(model: PreTrainedModel, target: Target) -> dict[str, Path]:
 
 
 def factors_of(model: PreTrainedModel) -> Factors:
-    """The factors by the names of the layers."""
+    """The factors of the layers that have them, by name."""
     found: Factors = {}
     for name, layer in compressed_layers(model).items():
         factors = layer.factors()
@@ -292,8 +299,10 @@ def write_peft(
     factors: Factors,
     target: Target,
 ) -> dict[str, Path]:
-    """Write the adapter, unless there are no factors, beside the base of a model whose layers are
-    plain ones again.
+    """Write the adapter, if there are factors, beside the base.
+
+    Args:
+        model: the model, after `make_plain`.
     """
     if not factors:
         return {"base alone": target.folder, "base": target.base}
@@ -317,11 +326,11 @@ def adapter_config(
     base: str,
     fan_in_fan_out: bool,
 ) -> dict[str, Any]:
-    """adapter_config.json: LoRA with lora_alpha = r in every layer, so that PEFT scales u v by
-    exactly 1.
+    """The content of adapter_config.json: LoRA with lora_alpha = r in every layer, for which PEFT
+    scales u v by exactly 1.
     """
     most = max(ranks.values())
-    # PEFT takes these for regular expressions, which may start in the middle of a name.
+    # PEFT reads the keys as regular expressions, which may match from the middle of a name.
     others = {f"^{re.escape(name)}": rank for name, rank in ranks.items() if rank != most}
     return {
         "peft_type": "LORA",

@@ -1,5 +1,5 @@
-"""A GGUF file whose blocks hold the codes of S, and L as its adapter; the rest is a template's, a
-GGUF file of W.
+"""Write the codes of S into the blocks of a GGUF file, and L as its adapter. Everything else is
+copied from a template, the GGUF file of the dense model.
 """
 
 import re
@@ -29,7 +29,7 @@ from hasslefree.recipe.engines import block_of
 
 # The zero of the codes of a block without a minimum.
 ZEROS = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 0}
-# Metadata that the writer adds itself, and that of the template's own bytes.
+# Metadata of the template that is not copied: the writer adds it.
 REPLACED = (
     "general.architecture",
     "general.quantization_version",
@@ -37,14 +37,15 @@ REPLACED = (
     "general.alignment",
 )
 Layers = dict[str, Coded]
-# The ending of a destination that is a file, and the beginning of a Modelfile.
+# The suffix of a destination that is a file.
 SUFFIX = ".gguf"
+# The beginning of a Modelfile.
 FROM = "FROM ./"
 
 
 @dataclass(frozen=True)
 class Files:
-    """The files of an export: S, L unless every rank is 0, and both for Ollama."""
+    """The files of an export: S; L, unless every rank is 0; and a Modelfile of both for Ollama."""
 
     model: Path
     adapter: Path
@@ -52,7 +53,7 @@ class Files:
 
     @classmethod
     def of(cls, destination: Path) -> "Files":
-        """Those in a folder, or beside a file whose name ends with .gguf."""
+        """The files in a destination folder, or for a destination file with `SUFFIX`."""
         if destination.suffix != SUFFIX:
             adapter = destination / "adapter.gguf"
             return cls(destination / "model.gguf", adapter, destination / "Modelfile")
@@ -62,12 +63,12 @@ class Files:
 
     @property
     def starts(self) -> dict[Path, bytes]:
-        """What each file begins with."""
+        """The first bytes of each file."""
         return {self.model: b"GGUF", self.adapter: b"GGUF", self.modelfile: FROM.encode()}
 
     @property
     def commands(self) -> str:
-        """The commands that run the files that exist, in llama.cpp and in Ollama."""
+        """The commands that run the model in llama.cpp and add it to Ollama."""
         words = ["llama-cli", "-m", str(self.model)]
         if self.adapter.exists():
             words += ["--lora", str(self.adapter)]
@@ -106,8 +107,13 @@ def write_gguf(model: PreTrainedModel, target: Target) -> dict[str, Path]:
 def find_places(
     model: PreTrainedModel, layers: Layers, template: Template
 ) -> tuple[dict[str, Place], dict[str, Tensor]]:
-    """Where each matrix is in the template, and by their name there, the vectors that differ; or a
-    ModelError.
+    """Find the matrices of the model in the template, and the vectors that differ from it.
+
+    Returns:
+        The place of each matrix, and the new values of vectors by their name in the template.
+
+    Raises:
+        ModelError: the template is of another model.
     """
     plain = plain_parameters(model, layers)
     matrices = {name: tensor for name, tensor in plain.items() if tensor.ndim == 2}
@@ -123,7 +129,7 @@ def find_places(
         place = places[name]
         if not template.holds(place.name, tensor[place.rows]):
             raise template.error(f"is of another model: {place.name} has other values than {name}")
-    # The names of a block begin alike: model.layers.0. here, and blk.0. there.
+    # All names of a block have the same beginning: model.layers.0. here, blk.0. in the template.
     blocks = {begin(name): begin(place.name) for name, place in places.items() if begin(name)}
     trained = may_be_trained(Path(str(model.name_or_path)))
     changed: dict[str, Tensor] = {}
@@ -144,10 +150,10 @@ def find_places(
 
 
 def plain_parameters(model: PreTrainedModel, layers: Layers) -> dict[str, Tensor]:
-    """The parameters that no layer has compressed; matrices are (out, in).
+    """The parameters that are not compressed; matrices are (out, in).
 
-    Left out are those of what processes images or sound, which llama.cpp keeps in a file of its
-    own, and of experts, which no compression for it changes, and which have another layout there.
+    Parameters that process images or sound are left out, since llama.cpp keeps them in another
+    file. So are experts, which stay dense for llama.cpp and have another layout in GGUF files.
     """
     sites = find_sites(model)
     original = dense_shapes(model)
@@ -164,8 +170,8 @@ def plain_parameters(model: PreTrainedModel, layers: Layers) -> dict[str, Tensor
 
 
 def may_be_trained(folder: Path) -> bool:
-    """Whether vectors of blocks may have changed. Without a record, as after `save_pretrained`,
-    they may.
+    """Return True if vectors of blocks may have changed since the model was dense. Without a
+    record, as after `save_pretrained`, this is unknown, and the result is True.
     """
     if not (folder / "compression.json").is_file():
         return True
@@ -173,10 +179,9 @@ def may_be_trained(folder: Path) -> bool:
 
 
 def begin(name: str) -> str:
-    """The beginning of a name, up to its first number; empty without one."""
-    if match := re.match(r".*?\.\d+\.", name):
-        return match[0]
-    return ""
+    """The beginning of a name, up to its first number; empty without a number."""
+    match = re.match(r".*?\.\d+\.", name)
+    return match[0] if match else ""
 
 
 def write_model(
@@ -186,7 +191,7 @@ def write_model(
     template: Template,
     path: Path,
 ) -> None:
-    """The template, with S in the place of the weights of the layers, and other vectors."""
+    """Write the template with the codes of S and the changed vectors in it."""
     from gguf import GGMLQuantizationType, LlamaFileType, quantize
 
     ours = {places[name].name: name for name in layers}
@@ -200,7 +205,7 @@ def write_model(
         writer.add_quantization_version(2)
         file_type = f"MOSTLY_{statistics.mode(types.values())}"
         if file_type not in LlamaFileType.__members__:
-            file_type += "_M"  # a mixture around it
+            file_type += "_M"  # a mixture that is mostly of this type
         writer.add_file_type(LlamaFileType[file_type])
         for name, tensor in template.tensors.items():
             data = tensor.data
@@ -220,9 +225,7 @@ def write_adapter(
     template: Template,
     path: Path,
 ) -> None:
-    """u and v, scaled by 1: llama.cpp scales by alpha over the rank of the layer, and by 1 if alpha
-    is 0.
-    """
+    """Write u and v with a scale of 1: llama.cpp scales by alpha / rank, and by 1 if alpha is 0."""
     ranks = {len(v) for _, v in factors.values()}
     with written(path, template) as writer:
         writer.add_type("adapter")
@@ -236,7 +239,7 @@ def write_adapter(
 
 @contextmanager
 def written(path: Path, template: Template) -> Iterator[Any]:
-    """A writer of the template's architecture, whose file is written at the end."""
+    """A writer for the template's architecture. The file is written when the context ends."""
     from gguf import GGUFWriter
 
     writer = GGUFWriter(path, template.reader.get_field("general.architecture").contents())
@@ -248,8 +251,8 @@ def written(path: Path, template: Template) -> Iterator[Any]:
 
 
 def floats_of(coded: Coded) -> list[Tensor]:
-    """The float16 numbers of the blocks, (out, blocks): the scale and, with an offset, the minimum;
-    or what they are multiples of.
+    """The numbers that a block stores in float16, (out, blocks) each: the scale, and with an offset
+    the minimum; for K types, their units.
     """
     grid = coded.grid
     if grid.block is None:
@@ -262,7 +265,7 @@ def floats_of(coded: Coded) -> list[Tensor]:
 
 
 def blocks_of(coded: Coded) -> Tensor:
-    """S in the blocks of its type, as in ggml-common.h: (out, bytes) uint8."""
+    """S as blocks of ggml-common.h: (out, bytes) uint8."""
     grid = coded.grid
     tensors = coded.layer.tensors()
     codes = unpack_codes(tensors["weight_packed"], grid.bits, coded.layer.in_features)
@@ -287,8 +290,11 @@ def blocks_of(coded: Coded) -> Tensor:
 
 
 def plain_parts(kind: str, codes: Tensor) -> list[Tensor]:
-    """The bytes after the floats in blocks of 32 codes, (out, blocks, 32): fifth bits if any, and
-    the rest.
+    """The bytes after the floats in blocks of 32 codes: the fifth bits, if any, and the others.
+
+    Args:
+        kind: the type of the blocks, such as "Q4_0".
+        codes: (out, blocks, 32).
     """
     if kind == "Q8_0":
         return [codes.to(torch.int8).view(torch.uint8)]
@@ -305,13 +311,14 @@ def k_parts(
     multiples: list[Tensor],
     floats: list[Tensor],
 ) -> list[Tensor]:
-    """The bytes of blocks of 256, in the order of each type.
+    """The bytes of blocks of 256 codes, in the order of the type.
 
     Args:
+        kind: the type of the blocks, such as "Q4_K".
         codes: uint8 (out, blocks, 256).
-        multiples: of the scale, with 2^(b−1) added if they have a sign, and of the minimum if any:
-            uint8 (out, blocks, groups).
-        floats: what they are multiples of, as bytes, (out, blocks, 2).
+        multiples: the scales and, if any, the minimums, as multiples of their units: uint8 (out,
+            blocks, groups). Signed ones have 2^(b−1) added.
+        floats: the units as bytes, (out, blocks, 2).
     """
     scales = multiples[0]
     if kind == "Q2_K":
@@ -335,12 +342,12 @@ def interleaved(
     bits: int,
     length: int,
 ) -> Tensor:
-    """Pack numbers of few bits: byte j of a run has the numbers j, j + length, j + 2·length, …, the
-    first in its lowest bits.
+    """Pack numbers of few bits. Byte j of a run holds the numbers j, j + length, j + 2·length, …,
+    the first of them in the lowest bits.
 
     Args:
         numbers: uint8 (…, n), n a multiple of length · 8 / bits.
-        length: the bytes of a run.
+        length: the length of a run in bytes.
     """
     fields = numbers.unflatten(-1, (-1, 8 // bits, length))
     packed = fields[..., 0, :].clone()

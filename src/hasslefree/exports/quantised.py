@@ -1,7 +1,8 @@
-"""S on a grid as other programs store it, and L as an adapter of theirs: compressed-tensors with
-PEFT, and MLX.
+"""Write S in the packed layouts of compressed-tensors and MLX, and L as an adapter for PEFT or
+mlx-lm.
 
-Both write the adapter into the folder and the model of S into `base`, as the PEFT export does.
+Both exports write the adapter into the folder and the model of S into `base`, as the PEFT export
+does.
 """
 
 from pathlib import Path
@@ -28,14 +29,14 @@ from hasslefree.files import edited_json, read_json, write_json
 from hasslefree.models.sites import find_sites
 from hasslefree.recipe.engines import vllm_kernels
 
-# The tensors of S by their names after that of the layer, such as "weight_packed".
+# For each layer, the tensors of S by their name within the layer, such as "weight_packed".
 Packed = dict[str, dict[str, Tensor]]
 
 
 def write_compressed_tensors(model: PreTrainedModel, target: Target) -> dict[str, Path]:
     """Write S in the pack-quantized layout of compressed-tensors into `base`, and L for PEFT.
 
-    Embedding and head become dense: vLLM reads no others.
+    Embedding and head become dense, since vLLM cannot read packed ones.
     """
     make_ends_plain(model)
     packed: Packed = {}
@@ -64,11 +65,11 @@ def write_compressed_tensors(model: PreTrainedModel, target: Target) -> dict[str
 
 
 def pack_quantized(coded: Coded) -> dict[str, Tensor]:
-    """The tensors of a layer of compressed-tensors by what follows the layer's name."""
+    """The tensors of a layer in compressed-tensors, by their name within the layer."""
     tensors = coded.layer.tensors()
     parts = {"weight_scale": coded.layer.weight.detach()}
     if not coded.grid.symmetric:
-        # Packed along the outputs: a column is that of a group.
+        # Packed along the outputs: each column belongs to a group.
         parts["weight_zero_point"] = tensors["weight_zero_point"]
     if coded.grid.group:
         for leaf, numbers in parts.items():
@@ -79,8 +80,8 @@ def pack_quantized(coded: Coded) -> dict[str, Tensor]:
 
 
 def kernels_in_vllm(base: Path) -> str:
-    """Say, a line for each kind of grid, by which kernel and on which hardware vLLM multiplies the
-    layers of a model that `write_compressed_tensors` has written.
+    """The kernels and the hardware with which vLLM multiplies the layers of a model that
+    `write_compressed_tensors` has written: one line per kind of grid.
     """
     config = read_json(base / "config.json")["quantization_config"]
     lines: set[str] = set()
@@ -95,7 +96,7 @@ def kernels_in_vllm(base: Path) -> str:
 def write_mlx(model: PreTrainedModel, target: Target) -> dict[str, Path]:
     """Write S in MLX's affine layout into `base`, and L as an adapter of mlx-lm.
 
-    The adapter has one rank: lower ones get zeros.
+    All layers of the adapter have the same rank: smaller factors are padded with zeros.
     """
     packed: Packed = {}
     forms: dict[str, Any] = {}
@@ -111,15 +112,15 @@ def write_mlx(model: PreTrainedModel, target: Target) -> dict[str, Path]:
 
 
 def stored_name(model: PreTrainedModel, layer: str) -> str:
-    """The name of a layer in the files that `save_pretrained` writes, as mlx-lm knows it."""
+    """The name of a layer in the files that `save_pretrained` writes, which mlx-lm uses too."""
     weight = torch.empty((), device="meta")
     (name,) = revert_weight_conversion(model, {f"{layer}.weight": weight})
     return name.removesuffix(".weight")
 
 
 def pack_affine(coded: Coded) -> dict[str, Tensor]:
-    """The tensors of a layer of MLX by their names in it. MLX packs codes as `weight_packed` does,
-    for all bits.
+    """The tensors of a layer in MLX, by their name within the layer. MLX packs codes of all bits in
+    the layout of `weight_packed`.
     """
     biases = coded.second
     if not coded.grid.offset:
@@ -138,7 +139,8 @@ def write_mlx_adapter(factors: Factors, folder: Path) -> dict[str, Path]:
     for name, (u, v) in factors.items():
         tensors[f"{name}.lora_a"] = F.pad(v.T, (0, rank - len(v))).contiguous()
         tensors[f"{name}.lora_b"] = F.pad(u.T, (0, 0, 0, rank - len(v))).contiguous()
-    # Full names: mlx-lm then leaves the layers of other blocks as they are, whatever num_layers is.
+    # With full names, mlx-lm does not change the same layers of other blocks, whatever num_layers
+    # is.
     parameters = {"rank": rank, "scale": 1.0, "dropout": 0.0, "keys": sorted(factors)}
     config = {"fine_tune_type": "lora", "num_layers": -1, "lora_parameters": parameters}
     write_json(folder / "adapter_config.json", config)
@@ -152,8 +154,8 @@ def write_base(
     target: Target,
     config: dict[str, Any],
 ) -> None:
-    """Write the model, changed in place, with `packed` for the compressed weights and `config` in
-    config.json.
+    """Write the model, which is changed in place, with `packed` in place of the compressed weights
+    and the entries `config` in config.json.
     """
     make_plain(model, lambda layer: torch.empty(layer.spec.shape, dtype=model.dtype, device="meta"))
     sites = find_sites(model)

@@ -1,11 +1,9 @@
-"""A dense model in a GGUF file: what it holds, and where in it the tensors of a compressed model
-are.
+"""Read a dense model from a GGUF file, and find the tensors of a compressed model in it.
 
-No architecture is known here. A converter may permute the rows of a matrix, as llama.cpp's does for
-rotary embeddings,
-and it renames everything: matrices and the order of their rows are found by their values. The file
-has the dense weight W of each layer, and S + u v, which approximates it, is nearer to its own W
-than to any other matrix.
+This works for any architecture. A converter renames all tensors and may permute the rows of
+matrices, as llama.cpp's does for rotary embeddings, so matrices and the order of their rows are
+found by their values. The file holds the dense weight W of each layer, and S + u v is nearer to its
+own W than to any other matrix.
 """
 
 import importlib.util
@@ -21,20 +19,19 @@ from torch.nn import functional as F
 
 from hasslefree.errors import ModelError, option
 
-# Types of tensors in a file that is not quantised, with their dtypes.
+# The types of tensors that are not quantised, with their dtypes.
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Sums over rows that have at least this cosine may belong to the same matrix; unrelated ones have
-# about 0.
+# Two matrices may be the same if the sums of their rows have at least this cosine. For unrelated
+# matrices it is about 0.
 LIKE = 0.5
-# A row is in its place if its squared distance from the row there is at most this share of that
-# row's squares; and a vector that was trained, if its distance is at most this share of the norm
-# there.
+# Two rows match if their squared distance is at most this share of the template's squared norm. A
+# trained vector matches if its distance is at most this share of the norm.
 NEAR = 0.5
-# The share of rows that are so near if the rows of two matrices are mutually nearest.
+# The least share of rows that match if the rows of two matrices are mutually nearest.
 MOST = 0.9
-# Rows that differ by less than this share of their norm are alike, but for rounding.
+# Rows that differ by less than this share of their norm are equal up to rounding.
 ROUNDING = 2**-7
-# Rows that are compared with all others at once.
+# The number of rows that are compared with all others at a time.
 CHUNK = 1024
 
 
@@ -43,10 +40,10 @@ class Template:
     """An open GGUF file.
 
     Args:
-        path: of the file.
-        reader: of the package gguf.
-        tensors: the reader's, by name.
-        dense: the folder of the model, if the file was converted for this export.
+        path: the file.
+        reader: the GGUFReader of the package gguf.
+        tensors: the tensors of the reader, by name.
+        dense: the folder of the dense model, if the file was converted for this export.
     """
 
     path: Path
@@ -55,14 +52,14 @@ class Template:
     dense: Path | None = None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """(out, in) of a matrix."""
+        """(out, in) for a matrix."""
         return tuple(self.tensors[name].shape[::-1].tolist())
 
     def dtype(self, name: str) -> torch.dtype:
         return PLAIN[self.tensors[name].tensor_type.name]
 
     def values(self, name: str) -> Tensor:
-        """A tensor in float32, in the shape above."""
+        """A tensor in float32, in its `shape`."""
         content = bytearray(self.tensors[name].data.tobytes())
         return torch.frombuffer(content, dtype=self.dtype(name)).float().view(self.shape(name))
 
@@ -72,9 +69,7 @@ class Template:
         ours: Tensor,
         shift: int = 0,
     ) -> bool:
-        """Whether a tensor is ours plus a number, but for the rounding of one to the dtype of the
-        other.
-        """
+        """Return True if a tensor equals ours plus a number, up to rounding to either dtype."""
         theirs = self.values(name)
         rounded = (ours.float() + shift).to(self.dtype(name)).float()
         return torch.equal(rounded, theirs) or torch.equal((theirs - shift).to(ours.dtype), ours)
@@ -105,22 +100,24 @@ def check_package() -> None:
 
 
 def read_template(path: Path, dense: Path | None = None) -> Template:
-    """Open a template. Raises a ModelError if it is none: missing, not a GGUF file, quantised, or
-    in parts.
+    """Open a template.
 
     Args:
-        path: of the file.
-        dense: the folder of the model that was converted into it, if any.
+        path: the file.
+        dense: the folder of the model that was converted, if any.
+
+    Raises:
+        ModelError: the file is missing, not a GGUF file, quantised, or in several parts.
     """
     from gguf import GGUFReader
 
     try:
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # reading a pipe would block
             raise ValueError("it is no regular file")
         reader = GGUFReader(path)
         parts = reader.get_field("split.count")
         count = int(parts.contents()) if parts else 1
-    except Exception as error:  # the reader checks nothing
+    except Exception as error:  # the reader may raise anything
         raise template_error(path, f"cannot be read as a GGUF file ({error})") from None
     if count > 1:
         raise template_error(path, "is one of several parts")
@@ -134,7 +131,7 @@ def read_template(path: Path, dense: Path | None = None) -> Template:
 
 @dataclass(frozen=True)
 class Place:
-    """A matrix in the template. rows: (out,), the row of ours that is each row there."""
+    """A matrix in the template. rows: for each of its rows, the index of our row, (out,)."""
 
     name: str
     rows: Tensor
@@ -143,8 +140,14 @@ class Place:
 def find_matrices(
     template: Template, shapes: Mapping[str, tuple[int, ...]], values: Callable[[str], Tensor]
 ) -> dict[str, Place]:
-    """Where the matrices (out, in) of ours are in the template. Raises a ModelError if that is not
-    clear of one.
+    """Find our matrices in the template.
+
+    Args:
+        shapes: the shape (out, in) of each matrix, by name.
+        values: returns the matrix of a name.
+
+    Raises:
+        ModelError: the place of a matrix is not clear.
     """
     places: dict[str, Place] = {}
     for shape in dict.fromkeys(shapes.values()):
@@ -172,23 +175,23 @@ def find_matrices(
 
 
 def row_order(ours: Tensor, theirs: Tensor) -> Tensor | None:
-    """The rows of ours (out, in) that are those of theirs, mutually nearest, as in `Place`; None if
-    not clear.
+    """Match the rows of two matrices (out, in) by nearest values. Returns `Place.rows`, or None if
+    the order is not clear.
     """
     same = torch.arange(len(ours))
     if in_place(ours, theirs).all():
         return same
     nearest = nearest_rows(theirs, ours)
     back = nearest_rows(ours, theirs)
-    # With two bits, single rows may be farther from their own than `NEAR`.
+    # With two bits, the distance of single rows may exceed `NEAR`.
     if torch.equal(back[nearest], same) and in_place(ours[nearest], theirs).float().mean() > MOST:
         return nearest
     return None
 
 
 def in_place(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Whether each row of ours is near the same row of theirs: (rows,) bool. A row of zeros is near
-    what is almost zero.
+    """A mask of the rows of ours that match the same row of theirs: (rows,) bool. A row of zeros
+    matches a row that is almost zero.
     """
     energy = theirs.square().sum(1)
     distance = (ours - theirs).square().sum(1)
@@ -208,11 +211,17 @@ def find_vector(
     ours: Tensor,
     trained: bool,
 ) -> dict[str, Tensor]:
-    """The new values of the tensor in the template that is this vector, float32; nothing if they
-    are the same.
+    """Find a vector in the template.
 
-    begin: of its name there. trained: whether it may have moved a little since it was dense. Raises
-    a ModelError if no tensor is clearly it.
+    Args:
+        begin: the beginning of the tensor's name in the template.
+        trained: the vector may differ a little from the dense model's.
+
+    Returns:
+        The new values in float32 by the name of the tensor; empty if they are unchanged.
+
+    Raises:
+        ModelError: no tensor clearly is this vector.
     """
     found: list[tuple[float, str, Tensor]] = []
     for theirs, tensor in template.tensors.items():
