@@ -1,4 +1,4 @@
-"""The charts of a report: those of one folder, and those that compare models."""
+"""The charts of a report: for single folders, and for the comparison of models."""
 
 import re
 import statistics
@@ -14,25 +14,25 @@ from hasslefree.report.drawing import CONFIG, Drawing, png, vega_lite
 from hasslefree.report.maps import MAPS, cells, figures, layer_map
 from hasslefree.units import significant
 
-# The most numbers in the curves of all layers of a report, about seven bytes each on the page.
+# The maximum number of values in all curves of a chart. Each takes about seven bytes on the page.
 POINTS = 12_000
-# A dash for each line, in the order of lines: another one whenever all colours are used.
+# The dash pattern of each line, in order. It changes whenever all colours have been used.
 _PATTERNS = ([9999, 0], [6, 3], [2, 2], [8, 3, 2, 3])
 DASHES = [dash for dash in _PATTERNS for _ in CONFIG["range"]["category"]]
-# The width of a phone, without margins, in which a legend must fit.
+# The width of a legend: that of a phone without margins.
 LEGEND_PIXELS = 300
 ROUNDS_NOTE = (
-    "What the method minimises, as a share of the layer's output, each time that it was measured or"
-    " estimated."
+    "The error that the method minimises, as a share of the layer's output, each time it was"
+    " measured or estimated."
 )
-FRONTIER_NOTE = "Fewer bytes to the left, lower perplexity below: both are better."
-# The axis of a perplexity is as long as this increase or longer: a small loss must look small.
+FRONTIER_NOTE = "Lower left is better: fewer bytes and a lower perplexity."
+# The least range of the axis of perplexities, as a factor: a small loss must look small.
 LEAST_RISE = 1.2
 HELD_OUT = "held-out text"
 
 
 def write_figures(content: Content, folder: Path) -> list[Path]:
-    """Write every chart of a report as SVG and PNG, in a folder that is made if need be."""
+    """Write every chart of a report as SVG and PNG into a folder, which is created if missing."""
     drawings = comparisons(content)
     for run in content.runs:
         drawings.update(run_charts(run, content, run.name))
@@ -40,7 +40,7 @@ def write_figures(content: Content, folder: Path) -> list[Path]:
     files: list[Path] = []
     for name, drawing in drawings.items():
         stem = re.sub(r"[^\w.-]+", "-", name)
-        if folder / f"{stem}.svg" in files:  # of the folders a/b and a-b
+        if folder / f"{stem}.svg" in files:  # for example, of the folders a/b and a-b
             stem = f"{stem}-{len(files)}"
         svg = drawing.svg()
         for file, image in ((f"{stem}.png", png(svg)), (f"{stem}.svg", svg)):
@@ -58,9 +58,10 @@ def run_charts(
     """Draw the charts of one folder, by name.
 
     Args:
-        content: all folders of the report, whose maps have the same scales.
-        label: the end of the names.
-        selected: the marked layer; "" for the curves of all layers.
+        content: all folders of the report. Their maps have the same scales.
+        label: the end of the charts' names.
+        selected: the layer that is marked, and whose curves are drawn; "" for the curves of all
+            layers.
     """
     shared: dict[str, list[float]] = {name: [] for name in MAPS}
     for other in content.runs:
@@ -101,23 +102,26 @@ def comparisons(content: Content) -> dict[str, Drawing]:
         if len(points) > 1:
             charts[f"perplexity-{text}"] = frontier(text, points)
     if len(content.runs) > 1:
-        rows: list[dict[str, Any]] = []
-        for run in content.runs:
-            blocks: dict[int, list[float]] = {}
-            for layer in run.record.layers:
-                block, _ = place(layer.name)
-                if block != OUTSIDE:
-                    blocks.setdefault(block, []).append(layer.relative_error)
-            means = [significant(statistics.fmean(errors)) for errors in blocks.values()]
-            rows.append({"layer": run.name, "kind": run.name, "step": [*blocks], "value": means})
+        rows = [mean_errors(run) for run in content.runs]
         charts["comparison"] = lines(
             "Mean relative error of each block", rows, "block", "mean relative error"
         )
     return charts
 
 
+def mean_errors(run: Run) -> dict[str, Any]:
+    """The row of `lines` for a folder's mean relative error by block."""
+    blocks: dict[int, list[float]] = {}
+    for layer in run.record.layers:
+        block, _ = place(layer.name)
+        if block != OUTSIDE:
+            blocks.setdefault(block, []).append(layer.relative_error)
+    means = [significant(statistics.fmean(errors)) for errors in blocks.values()]
+    return {"layer": run.name, "kind": run.name, "step": [*blocks], "value": means}
+
+
 def curves(values: Mapping[str, Sequence[float]], most: int) -> list[dict[str, Any]]:
-    """The rows of `lines`, thinned to `most` points each, from a curve for each layer."""
+    """The rows of `lines` for a curve of each layer, thinned to `most` points."""
     rows = []
     for name, (_, kind) in places(values).items():
         rows.append({"layer": name, "kind": kind, **thinned(values[name], most)})
@@ -125,8 +129,8 @@ def curves(values: Mapping[str, Sequence[float]], most: int) -> list[dict[str, A
 
 
 def thinned(values: Sequence[float], most: int) -> dict[str, list[float]]:
-    """At most this many of the values, evenly spread, with the first and the last; and their steps,
-    from 1.
+    """At most `most` of the values, evenly spaced, including the first and the last, and their
+    steps, which start at 1.
     """
     count = len(values)
     kept = torch.linspace(0, count - 1, min(count, most)).round().int().tolist()
@@ -148,14 +152,14 @@ def lines(
     """Draw a line for each row.
 
     Args:
-        rows: the layer, or what a line stands for; the kind, which has a colour; the steps, and the
-            values above 0.
-        x, y: the titles of the axis of steps and of the upward one.
+        rows: each with the "layer" (or another name of the line), the "kind", which determines the
+            colour, the steps ("step") and the positive values ("value").
+        x, y: the titles of the axes.
         selected: the only layer that is drawn; "" for all.
-        is_share: the upward axis goes from 0 to 1; otherwise it is logarithmic.
+        is_share: the y axis goes from 0 to 1; otherwise it is logarithmic.
     """
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    # Given, because a layer without values has none from which Vega could find it.
+    # The domain of x is given, since Vega cannot derive it for a selected layer without values.
     ends = [step for row in rows for step in row["step"]]
     chart = vega_lite(
         "lines.json",
@@ -172,16 +176,16 @@ def lines(
 
 
 def legend(names: Iterable[str]) -> dict[str, int]:
-    """A legend with as many names in a row as fit on a phone."""
+    """A legend with as many columns as fit on a phone."""
     longest = max(map(len, names))
     return {"columns": max(1, LEGEND_PIXELS // (30 + 6 * longest))}
 
 
 def sized_perplexities(content: Content) -> dict[str, list[dict[str, Any]]]:
-    """The models of known size by the texts on which they were measured: name, bytes, perplexity.
+    """The name, bytes and perplexity of models of known size, for each text.
 
-    The text that `compress` held out is among them if it was the same for all folders, which the
-    dense model's perplexity shows.
+    The text that `compress` held out is included if all folders have the same one, which is assumed
+    if the dense model has the same perplexity on all of them.
     """
     checks = [(run, run.record.held_out) for run in content.runs if run.record.held_out]
     texts: dict[str, list[dict[str, Any]]] = {}
@@ -207,7 +211,7 @@ def sized_perplexities(content: Content) -> dict[str, list[dict[str, Any]]]:
 
 
 def frontier(text: str, points: list[dict[str, Any]]) -> Drawing:
-    """Draw the perplexity on a text against the bytes of the weights."""
+    """Plot the perplexity on a text against the bytes of the weights."""
     models = [point["model"] for point in points]
     perplexities = [point["perplexity"] for point in points]
     least = min(perplexities)

@@ -1,4 +1,4 @@
-"""What a report is made from: compressed folders, and the results of evaluations."""
+"""Read the content of a report: compressed folders, and the results of evaluations."""
 
 import os
 import re
@@ -23,7 +23,7 @@ from hasslefree.validation import Count, Figure, InvalidError, validated
 
 _BLOCK = re.compile(r"(?:.*?\.)?(\d{1,9})\.(.+)")
 _EXPERT = re.compile(r"\.\d+(?=\.)")
-# The block of a layer that is in none, such as the embedding and the head.
+# Stands for the block of layers outside the blocks, such as the embedding and the head.
 OUTSIDE = -1
 
 
@@ -32,7 +32,7 @@ class TextResult:
     """The results of a model on a text.
 
     Args:
-        window: the tokens in a window; None if they are unknown.
+        window: the number of tokens in a window; None if unknown.
         kl: the KL divergence from the dense model; None if it was not measured.
     """
 
@@ -47,7 +47,7 @@ class _Accuracy(TypedDict):
 
 @dataclass(frozen=True)
 class _Results:
-    """The part of a file of `evaluate` that a report needs."""
+    """The fields of `evaluate`'s results that a report needs."""
 
     model: str
     perplexity: dict[str, TextResult] = field(default_factory=dict)
@@ -58,10 +58,12 @@ class _Results:
 
 @dataclass
 class Evaluation:
-    """The results of one model: those of texts by name, and accuracies of tasks as shares.
+    """The results of one model.
 
     Args:
-        limit: the rows of each task; None for all.
+        texts: the results on texts, by name.
+        tasks: the accuracies of tasks, from 0 to 1.
+        limit: the number of rows of each task; None for all.
     """
 
     texts: dict[str, TextResult] = field(default_factory=dict)
@@ -75,7 +77,7 @@ class Evaluation:
 
     @property
     def kl(self) -> dict[str, KLRecord]:
-        """The KL divergences by text, where they were measured."""
+        """The KL divergences by text, if measured."""
         return {name: text.kl for name, text in self.texts.items() if text.kl is not None}
 
     @property
@@ -86,8 +88,8 @@ class Evaluation:
         return statistics.fmean(self.tasks.values())
 
     def add(self, results: _Results) -> None:
-        """Add what a file holds, which replaces an earlier result. A text is known by the last part
-        of its path, or by all of it if another text of the file ends in the same part.
+        """Add the results of a file, which replace earlier ones. The name of a text is the last
+        part of its path, or all of it if another text of the file has the same last part.
         """
         texts_of = Counter(Path(path).name for path in results.perplexity)
         for path, text in results.perplexity.items():
@@ -105,10 +107,10 @@ class Run:
     """A compressed folder.
 
     Args:
-        name: unlike that of any other folder of the report.
-        spectra: the singular values of L by layer, as shares of the largest, which is first.
-        command: repeats the compression; None if its text was given from Python.
-        times: None if they are unknown.
+        name: unique in the report.
+        spectra: the singular values of L by layer, in descending order, divided by the largest.
+        command: repeats the compression; None if the segments were given from Python.
+        times: None if unknown.
     """
 
     name: str
@@ -130,7 +132,7 @@ class Content:
     """The content of a report.
 
     Args:
-        others: the evaluations of other models, such as the dense one, by their name.
+        others: the evaluations of other models, such as the dense one, by the model's name.
     """
 
     runs: tuple[Run, ...]
@@ -138,12 +140,14 @@ class Content:
 
     @property
     def evaluations(self) -> list[Evaluation]:
-        """Those of all models."""
+        """The evaluations of all models."""
         return [*self.others.values(), *(run.evaluation for run in self.runs)]
 
     @property
     def unlike(self) -> dict[str, list[int]]:
-        """The texts whose perplexities do not compare, with the tokens in their windows."""
+        """The texts that were scored in different windows, with the numbers of tokens in these.
+        Perplexities on such a text are not comparable.
+        """
         windows: dict[str, set[int]] = {}
         for evaluation in self.evaluations:
             for name, text in evaluation.texts.items():
@@ -152,7 +156,7 @@ class Content:
         return {name: sorted(found) for name, found in sorted(windows.items()) if len(found) > 1}
 
     def dense_bytes(self, model: str) -> int | None:
-        """The bytes of the dense model from which a folder was made; None for any other model."""
+        """The bytes of a model, if it is the dense model of a folder; None otherwise."""
         for run in self.runs:
             if same_model(run.record.model, model):
                 return run.sizes.dense_bytes
@@ -162,12 +166,12 @@ class Content:
 def read_content(paths: Sequence[Path]) -> Content:
     """Read folders that `compress` wrote, and JSON files that `evaluate` wrote.
 
-    The JSON files may be those of the folders, or of other models. A file that is named wins over
-    those in the folders, and of these the first by name. A file in a folder is that of the folder,
-    unless it names the dense model.
+    The JSON files may belong to the folders or to other models. Files that are named override the
+    files in folders, and of these, the first by name overrides the others. A file in a folder
+    belongs to the folder, unless it names the dense model.
 
     Raises:
-        ModelError: a path does not exist, or no folder is named, or one twice.
+        ModelError: a path does not exist, no folder is named, or one is named twice.
         CheckpointError: a folder or a file is damaged.
     """
     folders = resolved_folders(paths)
@@ -198,7 +202,7 @@ def read_content(paths: Sequence[Path]) -> Content:
 
 
 def resolved_folders(paths: Sequence[Path]) -> dict[Path, Path]:
-    """The folders among some paths, by their resolved paths."""
+    """The folders among some paths, by their resolved path."""
     missing = [str(path) for path in paths if not path.exists()]
     if missing:
         raise ModelError(
@@ -245,7 +249,7 @@ def read_run(folder: Path, name: str) -> Run:
 
 
 def read_spectra(folder: Path) -> dict[str, tuple[float, ...]]:
-    """The singular values of every L in a folder that was checked, as in `Run`."""
+    """The singular values of every L, as in `Run`. The folder has been checked."""
     stored = stored_tensors(weight_files(folder))
     spectra: dict[str, tuple[float, ...]] = {}
     for name in stored:
@@ -265,7 +269,7 @@ def read_spectra(folder: Path) -> dict[str, tuple[float, ...]]:
 
 
 def _factor(stored: Mapping[str, StoredTensor], name: str) -> Tensor:
-    """A factor, decoded if it is stored as codes."""
+    """Read a factor, and decode it if it is stored as codes."""
     factor = stored[name].read()
     scale = stored.get(f"{name}_scale")
     if scale is None:
@@ -274,9 +278,9 @@ def _factor(stored: Mapping[str, StoredTensor], name: str) -> Tensor:
 
 
 def spectrum(u: Tensor, v: Tensor) -> Tensor:
-    """The singular values of u v, float64, the largest first.
+    """The singular values of u v, float64, in descending order.
 
-    With u = Q R and vᵀ = P T, they are those of R Tᵀ.
+    With u = Q R and vᵀ = P T, they are the singular values of R Tᵀ.
 
     Args:
         u: (out, r).
@@ -288,12 +292,12 @@ def spectrum(u: Tensor, v: Tensor) -> Tensor:
 
 
 def same_model(one: str, other: str) -> bool:
-    """Say whether two names or paths are of one model."""
+    """Return True if two names or paths belong to the same model."""
     return Path(recorded_name(one)).resolve() == Path(recorded_name(other)).resolve()
 
 
 def model_name(model: str) -> str:
-    """A name on the hub as it is, and the last part of a path of this machine."""
+    """The short name of a model: a name on the hub, or the last part of a path."""
     path = Path(model)
     if path.is_absolute() or len(path.parts) != 2:
         return path.name
@@ -303,8 +307,8 @@ def model_name(model: str) -> str:
 def place(name: str) -> tuple[int, str]:
     """The block of a layer and its kind: model.layers.3.mlp.up_proj → 3, mlp.up_proj.
 
-    The experts of a block are of one kind: experts.5.w1 becomes experts.w1. A name without a number
-    is `OUTSIDE` of the blocks.
+    The experts of a block have the same kind: experts.5.w1 becomes experts.w1. A name without a
+    number is `OUTSIDE` the blocks.
     """
     match = _BLOCK.fullmatch(name)
     if match is None:
@@ -313,7 +317,7 @@ def place(name: str) -> tuple[int, str]:
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:
-    """The last part of each name if no other name ends in it, else all of the name."""
+    """The last part of each name; the whole name if another name has the same last part."""
     short = {name: name.rpartition(".")[2] for name in names}
     times = Counter(short.values())
     for name, leaf in short.items():

@@ -1,7 +1,7 @@
-"""A chart as Vega-Lite, for the page as well as for PNG and SVG files.
+"""Charts in Vega-Lite, for the page and for PNG and SVG files.
 
-Colours are variables of page.css, so that charts on the page follow the reader's colour scheme.
-Files have the colours of the light scheme.
+Colours are variables of page.css: charts on the page follow the reader's colour scheme, and files
+have the light scheme.
 """
 
 import json
@@ -22,7 +22,7 @@ from hasslefree.escaping import escaped, escaped_within
 
 ASSETS = Path(__file__).parent / "assets"
 
-# The process in which vl-convert runs JavaScript, in a thread. A forked child has no such thread.
+# vl-convert runs JavaScript in a thread of this process. A forked child does not have this thread.
 ENGINE_PROCESS = os.getpid()
 
 # The style of all charts.
@@ -31,7 +31,7 @@ CONFIG: dict[str, Any] = json.loads((ASSETS / "config.json").read_text(encoding=
 
 @dataclass(frozen=True)
 class Drawing:
-    """A chart and its data, which the chart calls "rows".
+    """A chart and its data, the data set "rows" of the chart.
 
     Args:
         note: how to read the chart; empty if the title is enough.
@@ -43,14 +43,14 @@ class Drawing:
     note: str = ""
 
     def on_page(self) -> dict[str, Any]:
-        """Vega-Lite as wide as its part of the page, without `CONFIG`, which the charts share."""
+        """The chart for the page, as wide as its container, without the shared `CONFIG`."""
         content = self._definition()
         content["width"] = "container"
         content["datasets"] = {"rows": escaped_within(self.rows)}
         return content
 
     def svg(self) -> str:
-        """The chart as a file of its own; the same data give the same text."""
+        """The chart as an SVG file. The same data give the same text."""
         content = self._definition()
         content["config"] = CONFIG
         content["title"] = escaped(self.title)
@@ -63,14 +63,14 @@ class Drawing:
 
 
 def vega_lite(template: str, **values: Any) -> dict[str, Any]:
-    """Vega-Lite from a template in `assets`, whose gaps get these values."""
+    """Fill in a template of Vega-Lite in `assets`."""
     text = (ASSETS / template).read_text(encoding="utf-8")
     content: dict[str, Any] = json.loads(Template(text, undefined=StrictUndefined).render(values))
     return content
 
 
 def in_light_colours(text: str) -> str:
-    """Replace the variables of page.css by the light scheme's colours, which it states first."""
+    """Replace the variables of page.css by the colours of the light scheme, its first one."""
     style = (ASSETS / "page.css").read_text("utf-8").partition("@media")[0]
     for name, colour in re.findall(r"--(\w+): (#\w+)", style):
         text = text.replace(f"var(--{name})", colour)
@@ -78,7 +78,7 @@ def in_light_colours(text: str) -> str:
 
 
 def with_repeatable_ids(svg: str) -> str:
-    """Number clips and gradients from 0: Vega numbers them from the start of the process."""
+    """Number clips and gradients from 0. Vega's numbers depend on earlier charts of the process."""
     numbers: dict[str, int] = {}
 
     def renamed(match: re.Match[str]) -> str:
@@ -89,12 +89,12 @@ def with_repeatable_ids(svg: str) -> str:
 
 
 def png(svg: str) -> bytes:
-    """Draw an SVG as PNG, two pixels a unit."""
+    """Convert an SVG to PNG, with two pixels per unit."""
     return vl_convert.svg_to_png(svg, scale=2)
 
 
 def _vega_svg(definition: str) -> str:
-    """Draw Vega-Lite, in a process of its own if the engine cannot run in this one."""
+    """Draw a chart, in another process if the engine cannot run in this one."""
     unlimited = resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
     if os.getpid() == ENGINE_PROCESS and unlimited:
         return vl_convert.vegalite_to_svg(definition)

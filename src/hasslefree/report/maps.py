@@ -13,14 +13,16 @@ from hasslefree.units import significant
 
 @dataclass(frozen=True)
 class Map:
-    """How a figure of the layers is drawn.
+    """The format of a map of one figure.
 
     Args:
         title: of the chart.
         figure: the title of the legend and of the column.
-        percent: whether it is a share, shown in per cent. digits: of a value.
-        logarithmic: the scale of colours, from the least figure above 0; a linear one begins at 0.
-        joined: the figure of a cell from those of the experts of a block, which share it.
+        percent: show values in per cent.
+        digits: the number of significant digits of a value.
+        logarithmic: use a logarithmic scale of colours from the smallest figure above 0. A linear
+            scale begins at 0.
+        joined: combines the figures of the experts of a block, which share a cell.
     """
 
     title: str
@@ -31,7 +33,7 @@ class Map:
     joined: Callable[[Iterable[float]], float] = statistics.fmean
 
     def text(self, value: float) -> str:
-        """A value in a cell, in the table and in the list of the selected layer."""
+        """A value as text: in a cell, in the table and in the list of the selected layer."""
         if self.percent:
             return f"{significant(100 * value, self.digits):g} %"
         return f"{significant(value, self.digits):.15g}"
@@ -48,10 +50,10 @@ MAPS = {
 
 
 def figures(record: Record) -> dict[str, dict[str, float]]:
-    """The figures by the names of their maps and of the layers.
+    """The figures of each map and layer.
 
-    A layer without a grid has no bits, and one without zeros keeps everything. Both are left out,
-    and so are the ranks if all are 0.
+    "bits" leaves out layers without a grid, and "kept" those without pruning. "rank" is empty if
+    all ranks are 0.
     """
     found: dict[str, dict[str, float]] = {name: {} for name in MAPS}
     found["sensitivity"].update(record.sensitivities or {})
@@ -71,7 +73,7 @@ def figures(record: Record) -> dict[str, dict[str, float]]:
 
 
 def cells(values: Mapping[str, float], form: Map) -> list[dict[str, Any]]:
-    """A row for each block and kind of layer, which names the layer with the largest value."""
+    """A row for each block and kind of layer. Its "layer" is the one with the largest value."""
     layers: dict[tuple[int, str], list[str]] = {}
     for name, cell in places(values).items():
         layers.setdefault(cell, []).append(name)
@@ -94,8 +96,8 @@ def layer_map(
 
     Args:
         values: the figure of each layer.
-        selected: the layer that is marked.
-        others: the figures of other folders, whose maps have the same scale.
+        selected: the marked layer.
+        others: figures of other folders, whose maps have the same scale.
     """
     form = MAPS[name]
     rows = cells(values, form)

@@ -1,4 +1,4 @@
-"""A report as one HTML page, with its scripts, its style and its data in it."""
+"""Write a report as one HTML page that contains its scripts, style and data."""
 
 import base64
 import functools
@@ -22,10 +22,10 @@ from hasslefree.units import duration, size
 
 
 def render(content: Content, samples: Sequence[Samples] = ()) -> str:
-    """Write the page, which escapes what comes from a folder, and runs its own scripts alone.
+    """The page. Everything from a folder is escaped, and only the page's own scripts run.
 
     Args:
-        samples: those of each run, or none.
+        samples: one for each run, or none at all.
     """
     compared = comparisons(content)
     charts = dict(compared)
@@ -54,8 +54,8 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
 
 
 def measured(evaluations: Sequence[Evaluation]) -> dict[str, list[str]]:
-    """What is known of any model: the texts with a perplexity, those with a KL divergence, and the
-    tasks, each in the order in which they come.
+    """The columns of the comparison: the texts with a perplexity, the texts with a KL divergence,
+    and the tasks of any model, in order of appearance.
     """
     perplexity: dict[str, Any] = {}
     kl: dict[str, Any] = {}
@@ -69,7 +69,7 @@ def measured(evaluations: Sequence[Evaluation]) -> dict[str, list[str]]:
 
 @functools.cache
 def environment() -> Environment:
-    """The templates and their filters. Texts lose their control characters; the markup stays."""
+    """The templates and their filters. Control characters are escaped in texts."""
     made = Environment(
         loader=FileSystemLoader(ASSETS),
         undefined=StrictUndefined,
@@ -93,7 +93,7 @@ def environment() -> Environment:
 
 
 def without_control_characters(value: Any) -> Any:
-    """Escape the control characters of a text, but not the page's own markup."""
+    """Escape the control characters in a text, but leave the page's own markup as it is."""
     if isinstance(value, Markup):
         return value
     return escaped_within(value)
@@ -114,7 +114,7 @@ def vega_bundle() -> str:
 
 
 def leading(values: Sequence[float], share: float) -> int:
-    """Count the largest singular values that hold this share of the sum of squares."""
+    """The number of leading singular values that have this share of the sum of squares."""
     least = share * sum(value * value for value in values)
     held = 0.0
     for count, value in enumerate(values, 1):
@@ -125,7 +125,7 @@ def leading(values: Sequence[float], share: float) -> int:
 
 
 def layer_text(name: str) -> str:
-    """A layer by its block and the last part of its name."""
+    """A layer in words: its block and the last part of its name."""
     block, kind = place(name)
     leaf = kind.rpartition(".")[2]
     if block == OUTSIDE:

@@ -1,9 +1,6 @@
-"""The same prompts continued greedily by compressed models and by their dense ones, to be read side
-by side.
-"""
+"""Prompts continued greedily by compressed and dense models, to be compared side by side."""
 
 import functools
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +12,7 @@ from hasslefree.evaluation.continuation import ORIGINAL, Sampling, Writer, dense
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt and what the models wrote. dense: None where there is no dense model."""
+    """A prompt and its continuations. dense: None if there is no dense model."""
 
     prompt: str
     compressed: str
@@ -23,18 +20,20 @@ class Sample:
 
     @property
     def same(self) -> int:
-        """The number of characters that both texts begin with."""
+        """The length of the common beginning of both texts."""
         if self.dense is None:
             return len(self.compressed)
-        pairs = zip(self.compressed, self.dense, strict=False)
-        return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        length = 0
+        for one, other in zip(self.compressed, self.dense, strict=False):
+            if one != other:
+                break
+            length += 1
+        return length
 
 
 @dataclass(frozen=True)
 class Samples:
-    """All prompts of one folder. remark: a sentence that says why there is no dense model, where
-    one was looked for.
-    """
+    """The samples of a folder. remark: the reason if the dense model was not found."""
 
     samples: tuple[Sample, ...]
     remark: str | None = None
@@ -47,14 +46,14 @@ def sample_folders(
     max_new_tokens: int = 64,
     **options: Any,
 ) -> list[Samples]:
-    """Let the model of each folder and its dense model continue the prompts.
+    """Continue the prompts with the model of each folder and with its dense model.
 
     One model is in memory at a time.
 
     Args:
         dense: the dense model of all folders; None or "original" for the one that each folder
             names, if it is on this machine; "none" for none.
-        options: those of `load_model`.
+        options: keyword arguments of `load_model`.
     """
     sampling = Sampling(max_new_tokens)
 
@@ -65,15 +64,16 @@ def sample_folders(
 
     samples: list[Samples] = []
     for folder in folders:
-        name = None if dense == ORIGINAL else dense
+        name = ORIGINAL if dense is None else dense
         remark = None
-        if name is None:
+        if name == ORIGINAL:
             try:
                 name = str(dense_original(folder))
             except ModelError as error:
+                name = "none"
                 remark = str(error)
-        texts: list[list[str]] = [texts_of(str(folder))]
-        if name is not None and name != "none":
+        texts = [texts_of(str(folder))]
+        if name != "none":
             texts.append(texts_of(name))
         rows = zip(prompts, *texts, strict=True)
         samples.append(Samples(tuple(Sample(*row) for row in rows), remark))

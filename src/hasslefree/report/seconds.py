@@ -1,4 +1,4 @@
-"""The time that a compression took, in a file beside its folder."""
+"""Store the time that a compression took, in a file beside its folder."""
 
 import dataclasses
 import hashlib
@@ -20,8 +20,9 @@ class Seconds:
 
     Args:
         compression: the SHA-256 of its compression.json.
+        seconds: the total time.
         layers: the seconds of each layer.
-        phases: those of the last run, if it was resumed.
+        phases: the times of phases; if the run was resumed, only those after that.
     """
 
     compression: str
@@ -31,14 +32,12 @@ class Seconds:
 
 
 def seconds_file(folder: Path) -> Path:
-    """Beside the folder, which has no seconds in it, so that the same compression gives the same
-    bytes.
-    """
+    """The path of the file. It is outside the folder, whose bytes do not depend on the time."""
     return folder.resolve().with_name(f"{folder.resolve().name}.seconds.json")
 
 
 def write_seconds(folder: Path, report: Record) -> None:
-    """Keep how long a compression took, for the folder that it wrote."""
+    """Write the time that a compression took. folder: the output of the compression."""
     times = {layer.name: round(layer.seconds, 3) for layer in report.layers}
     phases = tuple(PhaseTime(phase.name, round(phase.seconds, 3)) for phase in report.phases)
     digest = hashlib.sha256((folder / "compression.json").read_bytes()).hexdigest()
@@ -47,13 +46,13 @@ def write_seconds(folder: Path, report: Record) -> None:
 
 
 def read_seconds(folder: Path, compression: str) -> Seconds | None:
-    """Read what `write_seconds` wrote.
+    """Read the file that `write_seconds` wrote.
 
     Args:
         compression: the text of compression.json.
 
     Returns:
-        The seconds; None without a file, or if it is of another compression.
+        None if there is no file, or if it belongs to another compression.
 
     Raises:
         CheckpointError: the file is damaged.
