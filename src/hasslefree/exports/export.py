@@ -4,7 +4,6 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +104,7 @@ def export(
             written, the format cannot hold the grid, the template is of another model, or the
             converter is missing or fails.
     """
-    options = {"template": template, "converter": converter}
-    check_options(to, max_shard_size, options)
+    check_options(to, max_shard_size, {"template": template, "converter": converter})
     source = Path(folder).resolve()
     target = Path(destination).resolve()
     config = compressed_config(source, trust_remote_code)
@@ -119,29 +117,27 @@ def export(
     else:
         check_output(target, overwrite, source=source)
     phases = Phases(progress)
-    with ExitStack() as stack:
-        opened = None
-        with phases.phase(LOADING):
-            if to == "gguf":
-                workspace = next(parent for parent in target.parents if parent.exists())
-                dense = dense_template(source, template, converter, workspace, config.dtype)
-                opened = stack.enter_context(dense)
-            model = load_model(str(source), "auto", "cpu", trust_remote_code)
-            warn_of_left_out(model, to)
-        # Compressed folders have transformers' names of tensors; an export has those of the
-        # family's checkpoints.
-        model._weight_conversions = None  # type: ignore[assignment]
+    dense = None
+    with phases.phase(LOADING):
+        if to == "gguf":
+            workspace = next(parent for parent in target.parents if parent.exists())
+            dense = dense_template(source, template, converter, workspace, config.dtype)
+        model = load_model(str(source), "auto", "cpu", trust_remote_code)
+        warn_of_left_out(model, to)
+    # Compressed folders have transformers' names of tensors; an export has those of the family's
+    # checkpoints.
+    model._weight_conversions = None  # type: ignore[assignment]
+    if files is None:
+        check_output(target, overwrite, bytes_needed(model))
+        writing = replaced_whole(target, overwrite)
+    else:
+        writing = replaced_files(list(files))
+    with phases.phase(WRITING), writing as part:
+        # An adapter refers to its base by the path that was given. A GGUF file may be a link.
+        final = target if to == "gguf" else Path(destination)
+        folders = EXPORTS[to](model, Target(part, final, max_shard_size, dense))
         if files is None:
-            check_output(target, overwrite, bytes_needed(model))
-            writing = replaced_whole(target, overwrite)
-        else:
-            writing = replaced_files(list(files))
-        with phases.phase(WRITING), writing as part:
-            # An adapter refers to its base by the path that was given. A GGUF file may be a link.
-            final = target if to == "gguf" else Path(destination)
-            folders = EXPORTS[to](model, Target(part, final, max_shard_size, opened))
-            if files is None:
-                copy_rest(source, part, folders, model.config, trust_remote_code)
+            copy_rest(source, part, folders, model.config, trust_remote_code)
 
 
 def warn_of_left_out(model: PreTrainedModel, to: str) -> None:
