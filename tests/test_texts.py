@@ -211,7 +211,7 @@ def test_a_folder_is_not_taken_for_a_pattern_of_others(tmp_path, monkeypatch):
         (tmp_path / name / "train").mkdir(parents=True)
         (tmp_path / name / "a.csv").write_text(f"text\n{name}\n")
         (tmp_path / name / "train" / "a.txt").write_text(name)
-    with pytest.raises(CalibrationError, match="by which datasets finds other folders; rename it"):
+    with pytest.raises(CalibrationError, match="which datasets takes for a pattern; rename it"):
         check_text(str(tmp_path / "x[1]"))
     monkeypatch.chdir(tmp_path / "x[1]")
     assert calibration_documents("a.csv") == ["x[1]"]

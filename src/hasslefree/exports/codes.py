@@ -84,9 +84,7 @@ def obstacle(spec: LayerSpec, engine: str) -> str | None:
     if spec.grid is None:
         return f"its S is not quantised: {again}"
     if spec.pattern != "dense":
-        return (
-            f"pattern {spec.pattern} saves nothing there, where every entry of S is stored: {again}"
-        )
+        return f"it stores every entry of S, so pattern {spec.pattern} saves nothing: {again}"
     if not ENGINES[engine].holds(spec.grid):
         return f"{not_held(engine, spec.grid)}: {again}"
     if width % GROUP:
@@ -104,8 +102,8 @@ def check_layers(model: PreTrainedModel, engine: str) -> dict[str, Coded]:
     for name, layer in compressed_layers(model).items():
         if experts_of(model, name):
             raise ModelError(
-                f"{engine} cannot hold layer {name}: it belongs to experts, which this export does"
-                f" not know; or export with {option('to', 'dense')}"
+                f"{engine} cannot hold layer {name}: this export does not support experts; export"
+                f" with {option('to', 'dense')}"
             )
         grid = layer.spec.grid
         assert grid is not None

@@ -114,5 +114,5 @@ def convert(
         raise ModelError(f"the converter {command[0]} cannot be run: {error}; {remedy}") from None
     if done.returncode or not file.is_file():
         said = (done.stdout + done.stderr).strip()
-        last = said.split("\n")[-1].strip() or "it says nothing"
+        last = said.split("\n")[-1].strip() or "no output"
         raise ModelError(f"llama.cpp's converter did not convert {dense}: {last}; {remedy}")

@@ -241,7 +241,8 @@ def read_run(folder: Path, name: str) -> Run:
     record = read_record(folder)
     if len(record.layers) != len(sizes.layers):
         raise CheckpointError(
-            f"compression.json in {folder} is of another model; download or copy the folder again"
+            f"compression.json in {folder} belongs to another model; download or copy the folder"
+            " again"
         )
     command = command_of(record, trust_remote_code="auto_map" in read_json(folder / "config.json"))
     times = read_seconds(folder, (folder / "compression.json").read_text(encoding="utf-8"))

@@ -176,8 +176,7 @@ def folder_rows(path: Path) -> Iterable[Any]:
             return loaded["train"] if isinstance(loaded, dict) else loaded
     if glob.has_magic(folder):
         raise CalibrationError(
-            f"{folder} has one of *, ? and [ in its path, by which datasets finds other folders;"
-            " rename it"
+            f"the path {folder} contains *, ? or [, which datasets takes for a pattern; rename it"
         )
     with reading(path):
         loaded = datasets.load_dataset(folder, **SPLIT)
