@@ -63,10 +63,7 @@ def run_charts(
         selected: the layer that is marked, and whose curves are drawn; "" for the curves of all
             layers.
     """
-    shared: dict[str, list[float]] = {name: [] for name in MAPS}
-    for other in content.runs:
-        for name, values in figures(other.record).items():
-            shared[name].extend(row["value"] for row in cells(values, MAPS[name]))
+    shared = map_values(content.runs)
     charts: dict[str, Drawing] = {}
     for name, values in figures(run.record).items():
         if values:
@@ -93,6 +90,15 @@ def run_charts(
             is_share=True,
         )
     return charts
+
+
+def map_values(runs: Iterable[Run]) -> dict[str, list[float]]:
+    """The values in the cells of each map, over all folders."""
+    shared: dict[str, list[float]] = {name: [] for name in MAPS}
+    for run in runs:
+        for name, values in figures(run.record).items():
+            shared[name].extend(row["value"] for row in cells(values, MAPS[name]))
+    return shared
 
 
 def comparisons(content: Content) -> dict[str, Drawing]:

@@ -27,7 +27,7 @@ class Part:
         entry: the layer's entry in config.json; None for a layer that stayed dense.
         shape: (out, in) of the whole weight.
         slices: the slices of vLLM's layer that the layer fills.
-        rows: the rows of the shard as ranges (start, stop), in the rank's order.
+        rows: the rows of the shard, in the rank's order.
         columns: the columns of the shard.
     """
 
@@ -35,13 +35,13 @@ class Part:
     entry: Entry | None
     shape: tuple[int, int]
     slices: range
-    rows: tuple[tuple[int, int], ...]
+    rows: tuple[slice, ...]
     columns: slice
 
     @property
     def local_shape(self) -> tuple[int, int]:
         """(out, in) of the shard."""
-        height = sum(stop - start for start, stop in self.rows)
+        height = sum(rows.stop - rows.start for rows in self.rows)
         return height, self.columns.stop - self.columns.start
 
     @property
@@ -74,7 +74,7 @@ class Part:
 
     def local_rows(self, tensor: Tensor) -> Tensor:
         """Select the shard's rows of a tensor (out, …)."""
-        return torch.cat([tensor[start:stop] for start, stop in self.rows])
+        return torch.cat([tensor[rows] for rows in self.rows])
 
     def factors(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
         """This rank's u (out, r) and v (r, in); None for rank 0."""
@@ -182,9 +182,9 @@ class Division:
             f" has outputs {list(self.sizes)} and {self.width} inputs: {DENSE}"
         )
 
-    def _rows(self, slices: range) -> tuple[tuple[int, int], ...]:
-        """The ranges of rows of some slices that this rank holds. If there are more ranks than key
-        heads, neighbouring ranks hold the same heads.
+    def _rows(self, slices: range) -> tuple[slice, ...]:
+        """This rank's rows of some slices. If there are more ranks than key heads, neighbouring
+        ranks hold the same heads.
         """
         rows = []
         offset = 0
@@ -192,6 +192,6 @@ class Division:
             size = self.sizes[index]
             local = self.local_sizes[index]
             start = offset + self.rank * (size // local) // self.ranks * local
-            rows.append((start, start + local))
+            rows.append(slice(start, start + local))
             offset += size
         return tuple(rows)
