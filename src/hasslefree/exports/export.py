@@ -30,6 +30,7 @@ from hasslefree.errors import ModelError, OutputError, UnknownNameError, option
 from hasslefree.exports.codes import check_held
 from hasslefree.exports.converter import dense_template
 from hasslefree.exports.formats import (
+    Folders,
     Target,
     dense_shapes,
     write_adapter,
@@ -49,9 +50,8 @@ from hasslefree.validation import typed
 
 logger = logging.getLogger(__name__)
 
-# Each function takes the model, which it changes in place, and the target. It returns the folders
-# that get a model card, by the kind of the card.
-EXPORTS: dict[str, Callable[[PreTrainedModel, Target], dict[str, Path]]] = {
+# Each function takes the model, which it may change in place, and writes it into the target.
+EXPORTS: dict[str, Callable[[PreTrainedModel, Target], Folders]] = {
     "dense": write_dense,
     "peft": write_adapter,
     "narrow": write_narrow,
@@ -199,7 +199,7 @@ def bytes_needed(model: PreTrainedModel) -> int:
 def copy_rest(
     source: Path,
     part: Path,
-    folders: dict[str, Path],
+    folders: Folders,
     config: PretrainedConfig,
     trust_remote_code: bool,
 ) -> None:
@@ -207,7 +207,6 @@ def copy_rest(
 
     Args:
         part: the folder of the export, until it is complete.
-        folders: the folders that get a card, by the kind of the card.
         config: the configuration that was written.
     """
     tokenizer = None

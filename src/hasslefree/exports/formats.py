@@ -27,6 +27,8 @@ from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
 
 # u: (out, r) and v: (r, in) of the layers that have them.
 Factors = dict[str, tuple[Tensor, Tensor]]
+# The folders of an export that get a model card, by the kind of the card.
+Folders = dict[str, Path]
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Target:
     folder: Path
     final: Path
     max_shard_size: str
-    template: Template | None = None
+    template: Template | None
 
     @property
     def base(self) -> Path:
@@ -106,12 +108,8 @@ def make_ends_plain(model: PreTrainedModel) -> None:
             end.restore(model, original, layer.unpacked().detach())
 
 
-def write_dense(model: PreTrainedModel, target: Target) -> dict[str, Path]:
-    """Write the model, which is changed in place, with S + u v as its weights.
-
-    Returns:
-        The folder that gets a model card, by the kind of the card.
-    """
+def write_dense(model: PreTrainedModel, target: Target) -> Folders:
+    """Write the model, which is changed in place, with S + u v as its weights."""
     unloaded = without_codes(unloaded_tensors(model))
     copied = {name: tensor.read() for name, tensor in unloaded.items()}
     make_plain(model, summed)
@@ -129,7 +127,7 @@ MAKERS = {
 }
 
 
-def write_narrow(model: PreTrainedModel, target: Target) -> dict[str, Path]:
+def write_narrow(model: PreTrainedModel, target: Target) -> Folders:
     """Write the model, which is changed in place, without the channels whose weights are all zero.
 
     The input channels of o_proj are removed in units of all query heads of a key head, together
@@ -264,7 +262,7 @@ def remove_units(
         maker.out_features = int(rows.sum())
 
 
-def write_adapter(model: PreTrainedModel, target: Target) -> dict[str, Path]:
+def write_adapter(model: PreTrainedModel, target: Target) -> Folders:
     """Write u v as a PEFT adapter, and the model of S into `base`."""
     experts = [name for name in compressed_layers(model) if experts_of(model, name)]
     if experts:
@@ -298,7 +296,7 @@ def write_peft(
     model: PreTrainedModel,
     factors: Factors,
     target: Target,
-) -> dict[str, Path]:
+) -> Folders:
     """Write the adapter, if there are factors, beside the base.
 
     Args:

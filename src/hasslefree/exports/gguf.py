@@ -18,7 +18,14 @@ from transformers import PreTrainedModel
 from hasslefree.checkpoint.record import read_record
 from hasslefree.errors import ModelError, option
 from hasslefree.exports.codes import Coded, check_layers
-from hasslefree.exports.formats import Factors, Target, dense_shapes, factors_of, summed
+from hasslefree.exports.formats import (
+    Factors,
+    Folders,
+    Target,
+    dense_shapes,
+    factors_of,
+    summed,
+)
 from hasslefree.exports.template import Place, Template, find_matrices, find_vector
 from hasslefree.models.blocks import find_blocks, other_modalities
 from hasslefree.models.experts import expert_modules
@@ -76,7 +83,7 @@ class Files:
         return f"{shlex.join(words)}\n{shlex.join(ollama)}"
 
 
-def write_gguf(model: PreTrainedModel, target: Target) -> dict[str, Path]:
+def write_gguf(model: PreTrainedModel, target: Target) -> Folders:
     """Write S, L unless every rank is 0, and a Modelfile."""
     destination = target.folder
     if target.final.suffix == SUFFIX:

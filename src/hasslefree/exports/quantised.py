@@ -19,6 +19,7 @@ from hasslefree.errors import ModelError, option
 from hasslefree.exports.codes import Coded, check_layers, dense_linear
 from hasslefree.exports.formats import (
     Factors,
+    Folders,
     Target,
     factors_of,
     make_ends_plain,
@@ -33,7 +34,7 @@ from hasslefree.recipe.engines import vllm_kernels
 Packed = dict[str, dict[str, Tensor]]
 
 
-def write_compressed_tensors(model: PreTrainedModel, target: Target) -> dict[str, Path]:
+def write_compressed_tensors(model: PreTrainedModel, target: Target) -> Folders:
     """Write S in the pack-quantized layout of compressed-tensors into `base`, and L for PEFT.
 
     Embedding and head become dense, since vLLM cannot read packed ones.
@@ -93,7 +94,7 @@ def kernels_in_vllm(base: Path) -> str:
     return "\n".join(sorted(lines))
 
 
-def write_mlx(model: PreTrainedModel, target: Target) -> dict[str, Path]:
+def write_mlx(model: PreTrainedModel, target: Target) -> Folders:
     """Write S in MLX's affine layout into `base`, and L as an adapter of mlx-lm.
 
     All layers of the adapter have the same rank: smaller factors are padded with zeros.
@@ -130,7 +131,7 @@ def pack_affine(coded: Coded) -> dict[str, Tensor]:
     return {"weight": words, "scales": coded.scale, "biases": biases}
 
 
-def write_mlx_adapter(factors: Factors, folder: Path) -> dict[str, Path]:
+def write_mlx_adapter(factors: Factors, folder: Path) -> Folders:
     """adapters.safetensors and adapter_config.json with a scale of 1; nothing without factors."""
     if not factors:
         return {"mlx-base alone": folder}

@@ -49,7 +49,7 @@ class Template:
     path: Path
     reader: Any
     tensors: Mapping[str, Any]
-    dense: Path | None = None
+    dense: Path | None
 
     def shape(self, name: str) -> tuple[int, ...]:
         """(out, in) for a matrix."""

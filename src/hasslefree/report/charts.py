@@ -4,17 +4,16 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from hasslefree.checkpoint.output import write_whole
 from hasslefree.report.content import OUTSIDE, Content, Run, model_name, place, places
-from hasslefree.report.drawing import CONFIG, Drawing, png, vega_lite
+from hasslefree.report.drawing import CONFIG, Drawing, Row, png, vega_lite
 from hasslefree.report.maps import MAPS, cells, figures, layer_map
 from hasslefree.units import significant
 
-# The maximum number of values in all curves of a chart. Each takes about seven bytes on the page.
+# The maximum number of values in all curves of a report. Each takes about seven bytes on the page.
 POINTS = 12_000
 # The dash pattern of each line, in order. It changes whenever all colours have been used.
 _PATTERNS = ([9999, 0], [6, 3], [2, 2], [8, 3, 2, 3])
@@ -115,7 +114,7 @@ def comparisons(content: Content) -> dict[str, Drawing]:
     return charts
 
 
-def mean_errors(run: Run) -> dict[str, Any]:
+def mean_errors(run: Run) -> Row:
     """The row of `lines` for a folder's mean relative error by block."""
     blocks: dict[int, list[float]] = {}
     for layer in run.record.layers:
@@ -126,7 +125,7 @@ def mean_errors(run: Run) -> dict[str, Any]:
     return {"layer": run.name, "kind": run.name, "step": [*blocks], "value": means}
 
 
-def curves(values: Mapping[str, Sequence[float]], most: int) -> list[dict[str, Any]]:
+def curves(values: Mapping[str, Sequence[float]], most: int) -> list[Row]:
     """The rows of `lines` for a curve of each layer, thinned to `most` points."""
     rows = []
     for name, (_, kind) in places(values).items():
@@ -148,7 +147,7 @@ def thinned(values: Sequence[float], most: int) -> dict[str, list[float]]:
 
 def lines(
     title: str,
-    rows: list[dict[str, Any]],
+    rows: list[Row],
     x: str,
     y: str,
     selected: str = "",
@@ -187,14 +186,14 @@ def legend(names: Iterable[str]) -> dict[str, int]:
     return {"columns": max(1, LEGEND_PIXELS // (30 + 6 * longest))}
 
 
-def sized_perplexities(content: Content) -> dict[str, list[dict[str, Any]]]:
+def sized_perplexities(content: Content) -> dict[str, list[Row]]:
     """The name, bytes and perplexity of models of known size, for each text.
 
     The text that `compress` held out is included if all folders have the same one, which is assumed
     if the dense model has the same perplexity on all of them.
     """
     checks = [(run, run.record.held_out) for run in content.runs if run.record.held_out]
-    texts: dict[str, list[dict[str, Any]]] = {}
+    texts: dict[str, list[Row]] = {}
 
     def add(model: str, size: int, perplexities: Mapping[str, float | None]) -> None:
         for text, perplexity in perplexities.items():
@@ -216,7 +215,7 @@ def sized_perplexities(content: Content) -> dict[str, list[dict[str, Any]]]:
     return texts
 
 
-def frontier(text: str, points: list[dict[str, Any]]) -> Drawing:
+def frontier(text: str, points: list[Row]) -> Drawing:
     """Plot the perplexity on a text against the bytes of the weights."""
     models = [point["model"] for point in points]
     perplexities = [point["perplexity"] for point in points]

@@ -29,6 +29,10 @@ ENGINE_PROCESS = os.getpid()
 CONFIG: dict[str, Any] = json.loads((ASSETS / "config.json").read_text(encoding="utf-8"))
 
 
+# A row of a chart's data.
+Row = dict[str, Any]
+
+
 @dataclass(frozen=True)
 class Drawing:
     """A chart and its data, the data set "rows" of the chart.
@@ -39,7 +43,7 @@ class Drawing:
 
     title: str
     chart: dict[str, Any]
-    rows: list[dict[str, Any]]
+    rows: list[Row]
     note: str = ""
 
     def on_page(self) -> dict[str, Any]:

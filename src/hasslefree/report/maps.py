@@ -3,11 +3,10 @@
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from hasslefree.checkpoint.record import Record
 from hasslefree.report.content import OUTSIDE, places
-from hasslefree.report.drawing import Drawing, vega_lite
+from hasslefree.report.drawing import Drawing, Row, vega_lite
 from hasslefree.units import significant
 
 
@@ -72,7 +71,7 @@ def figures(record: Record) -> dict[str, dict[str, float]]:
     return found
 
 
-def cells(values: Mapping[str, float], form: Map) -> list[dict[str, Any]]:
+def cells(values: Mapping[str, float], form: Map) -> list[Row]:
     """A row for each block and kind of layer. Its "layer" is the one with the largest value."""
     layers: dict[tuple[int, str], list[str]] = {}
     for name, cell in places(values).items():
