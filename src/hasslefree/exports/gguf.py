@@ -202,7 +202,7 @@ def write_model(
     from gguf import GGMLQuantizationType, LlamaFileType, quantize
 
     ours = {places[name].name: name for name in layers}
-    types = {theirs: str(block_of(layers[name].grid)) for theirs, name in ours.items()}
+    types = {name: str(block_of(coded.grid)) for name, coded in layers.items()}
     with written(path, template) as writer:
         for field in template.reader.fields.values():
             if field.name not in REPLACED and not field.name.startswith("GGUF."):
@@ -220,7 +220,7 @@ def write_model(
             if name in ours:
                 layer = ours[name]
                 data = blocks_of(layers[layer])[places[layer].rows].numpy()
-                kind = GGMLQuantizationType[types[name]]
+                kind = GGMLQuantizationType[types[layer]]
             elif name in changed:
                 data = quantize(changed[name].numpy(), kind)
             writer.add_tensor(name, data, raw_dtype=kind)

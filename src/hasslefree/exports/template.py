@@ -60,7 +60,7 @@ class Template:
 
     def values(self, name: str) -> Tensor:
         """A tensor in float32, in its `shape`."""
-        content = bytearray(self.tensors[name].data.tobytes())
+        content = bytearray(self.tensors[name].data)
         return torch.frombuffer(content, dtype=self.dtype(name)).float().view(self.shape(name))
 
     def holds(

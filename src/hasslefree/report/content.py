@@ -94,7 +94,9 @@ class Evaluation:
         texts_of = Counter(Path(path).name for path in results.perplexity)
         for path, text in results.perplexity.items():
             name = Path(path).name
-            self.texts[name if texts_of[name] == 1 else path] = text
+            if texts_of[name] > 1:
+                name = path
+            self.texts[name] = text
         if results.tasks and results.limit != self.limit:
             self.tasks.clear()  # accuracies on other rows do not compare
             self.limit = results.limit

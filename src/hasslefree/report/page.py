@@ -34,22 +34,19 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
         charts.update(run_charts(run, content, str(index), worst.name))
     scripts = [vega_bundle(), (ASSETS / "page.js").read_text(encoding="utf-8")]
     definitions = {name: drawing.on_page() for name, drawing in charts.items()}
-    return (
-        environment()
-        .get_template("page.html")
-        .render(
-            content=content,
-            runs=content.runs,
-            charts=charts,
-            comparisons=compared,
-            columns=measured(content.evaluations),
-            samples=samples,
-            vega=vl_convert.get_vega_version(),
-            data={"config": CONFIG, "charts": definitions},
-            style=(ASSETS / "page.css").read_text(encoding="utf-8"),
-            scripts=scripts,
-            hashes=[script_hash(script) for script in scripts],
-        )
+    template = environment().get_template("page.html")
+    return template.render(
+        content=content,
+        runs=content.runs,
+        charts=charts,
+        comparisons=compared,
+        columns=measured(content.evaluations),
+        samples=samples,
+        vega=vl_convert.get_vega_version(),
+        data={"config": CONFIG, "charts": definitions},
+        style=(ASSETS / "page.css").read_text(encoding="utf-8"),
+        scripts=scripts,
+        hashes=[script_hash(script) for script in scripts],
     )
 
 
@@ -108,9 +105,8 @@ def script_hash(script: str) -> str:
 @functools.cache
 def vega_bundle() -> str:
     """Vega, Vega-Lite and Vega-Embed as one script, which defines vegaEmbed."""
-    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;").replace(
-        "</script", r"<\/script"
-    )
+    bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    return bundle.replace("</script", r"<\/script")
 
 
 def leading(values: Sequence[float], share: float) -> int:
