@@ -201,8 +201,7 @@ def measure(
         if not folder.exists():
             record = compress(job.model, folder, job.recipe, device=device, resume=True, progress=progress)
             write_seconds(folder, record)
-        text = (folder / "compression.json").read_text(encoding="utf-8")
-        record, times = read_record(folder), read_seconds(folder, text)
+        record, times = read_record(folder), read_seconds(folder)
         row |= {"relative_error": record.mean_relative_error, "kept_share": record.kept_share}
         row["seconds"] = None if times is None else times.seconds
     texts = job.evaluation["texts"]

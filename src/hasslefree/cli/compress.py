@@ -168,7 +168,7 @@ def call_compress(
     except KeyboardInterrupt:
         raise KeyboardInterrupt("Interrupted before anything was written.") from None
 
-    read_seconds(out, "")  # raises an error if a foreign file is in the way
+    read_seconds(out)  # raises an error if a foreign file is in the way
     common.prepare_push(push_to, private)
     try:
         with phase_bars() as progress:

@@ -247,7 +247,7 @@ def read_run(folder: Path, name: str) -> Run:
             " again"
         )
     command = command_of(record, trust_remote_code="auto_map" in read_json(folder / "config.json"))
-    times = read_seconds(folder, (folder / "compression.json").read_text(encoding="utf-8"))
+    times = read_seconds(folder)
     return Run(name, record, sizes, read_spectra(folder), command, times)
 
 

@@ -1,13 +1,13 @@
 """Store the time that a compression took, in a file beside its folder."""
 
 import dataclasses
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from hasslefree.checkpoint.output import write_whole
 from hasslefree.checkpoint.record import Record
+from hasslefree.checkpoint.resume import sha256
 from hasslefree.errors import CheckpointError
 from hasslefree.files import read_json
 from hasslefree.progress import PhaseTime
@@ -40,16 +40,13 @@ def write_seconds(folder: Path, report: Record) -> None:
     """Write the time that a compression took. folder: the output of the compression."""
     times = {layer.name: round(layer.seconds, 3) for layer in report.layers}
     phases = tuple(PhaseTime(phase.name, round(phase.seconds, 3)) for phase in report.phases)
-    digest = hashlib.sha256((folder / "compression.json").read_bytes()).hexdigest()
+    digest = sha256(folder / "compression.json")
     content = dataclasses.asdict(Seconds(digest, round(report.seconds, 3), times, phases))
     write_whole(seconds_file(folder), json.dumps(content, indent=1) + "\n")
 
 
-def read_seconds(folder: Path, compression: str) -> Seconds | None:
+def read_seconds(folder: Path) -> Seconds | None:
     """Read the file that `write_seconds` wrote.
-
-    Args:
-        compression: the text of compression.json.
 
     Returns:
         None if there is no file, or if it belongs to another compression.
@@ -65,6 +62,7 @@ def read_seconds(folder: Path, compression: str) -> Seconds | None:
         seconds = validated(Seconds, read_json(file, remedy))
     except InvalidError as error:
         raise CheckpointError(f"{file} is damaged ({error}); {remedy}") from None
-    if seconds.compression != hashlib.sha256(compression.encode()).hexdigest():
-        return None
-    return seconds
+    compression = folder / "compression.json"
+    if compression.exists() and sha256(compression) == seconds.compression:
+        return seconds
+    return None
