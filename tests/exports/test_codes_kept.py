@@ -477,7 +477,7 @@ def test_what_a_format_cannot_hold_is_refused_before_anything_is_written(work, t
             "its S is not quantised: compress again with method='joint-grid' and engine='llama.cpp'",
         ),
         (tmp_path / "pruned", "mlx", "pattern 2:4 saves nothing"),
-        (tmp_path / "narrow", "mlx", r"down_proj: its rows of 80 inputs are no multiple of 32|groups of 16"),
+        (tmp_path / "narrow", "mlx", r"down_proj: its 80 inputs are not a multiple of 32|groups of 16"),
     ]:
         with pytest.raises(ModelError, match=message):
             hasslefree.export(packed, out, to, template=template if to == "gguf" else None)

@@ -88,7 +88,7 @@ def obstacle(spec: LayerSpec, engine: str) -> str | None:
     if not ENGINES[engine].holds(spec.grid):
         return f"{not_held(engine, spec.grid)}: {again}"
     if width % GROUP:
-        return f"its rows of {width} inputs are no multiple of {GROUP}"
+        return f"its {width} inputs are not a multiple of {GROUP}"
     return None
 
 

@@ -147,7 +147,7 @@ def draw_segments(
 
 def joined(documents: Sequence[Document], encode: Encode, seqlen: int) -> list[Joined]:
     """Group consecutive documents; a group has the tokens of about `JOINED` segments."""
-    few = [documents[i] for i in range(0, len(documents), len(documents) // JUDGED + 1)]
+    few = documents[:: len(documents) // JUDGED + 1]
     tokens = sum(len(encode(document)) for document in few)
     count = math.ceil(JOINED * seqlen * len(few) / max(tokens, 1))
     return [tuple(documents[i : i + count]) for i in range(0, len(documents), count)]
