@@ -15,6 +15,7 @@ from hasslefree.checkpoint.entries import Entry, check_index, check_tensors
 from hasslefree.core.factors import CodedRows, TensorSpecs
 from hasslefree.core.low_rank import LowRank
 from hasslefree.errors import ServeError
+from hasslefree.packed.spec import TensorSpecs
 from hasslefree.serve.requirements import DENSE
 
 

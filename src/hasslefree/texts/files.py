@@ -15,8 +15,9 @@ from typing import Any
 
 from hasslefree.errors import CalibrationError, UnknownNameError
 
-# A text, or the messages of a conversation, each with a role and a content.
-Document = str | list[dict[str, str]]
+# The messages of a conversation, each with a role and a content.
+Conversation = list[dict[str, str]]
+Document = str | Conversation
 # Short documents that are read as one.
 Joined = tuple[Document, ...]
 _SLICE = re.compile(r"(?P<path>.+)\[(?P<rows>[^\[\]/]*)\]")
@@ -257,9 +258,9 @@ def document_of(row: Any, where: str) -> Document:
         raise no_document(where) from None
 
 
-def conversation(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
+def conversation(messages: list[dict[str, Any]]) -> Conversation:
     """The roles and contents of messages. Raises an error if one is not an encodable string."""
-    kept: list[dict[str, str]] = []
+    kept: Conversation = []
     for message in messages:
         content = message["content"] if "content" in message else message["value"]
         role = message["role"] if "role" in message else message["from"]
