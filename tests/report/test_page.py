@@ -105,7 +105,7 @@ def test_perplexities_in_other_windows_do_not_compare(window, said, made, tmp_pa
         row = {"held_out.txt": {"perplexity": 40.0, "window": tokens}}
         (tmp_path / f"{tokens}{folder.name}.json").write_text(json.dumps({"model": str(folder), "perplexity": row}))
     page = render(read_content([*made, *tmp_path.iterdir()]))
-    note = "The perplexities of held_out.txt do not compare: they were measured in windows of 512 and 2048 tokens."
+    note = "The perplexities on held_out.txt are not comparable: they were measured in windows of 512 and 2048 tokens."
     assert (note in page) == said
 
 

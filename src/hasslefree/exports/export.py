@@ -148,7 +148,7 @@ def warn_of_left_out(model: PreTrainedModel, to: str) -> None:
         return
     if left_out := by_kind(without_codes(unloaded_tensors(model))):
         logger.warning(
-            "left out of %s, because transformers does not load them: %s; dense would have them",
+            "left out of %s, since transformers does not load them: %s; the dense export has them",
             to,
             ", ".join(left_out),
         )

@@ -98,7 +98,7 @@ class Evaluation:
                 name = path
             self.texts[name] = text
         if results.tasks and results.limit != self.limit:
-            self.tasks.clear()  # accuracies on other rows do not compare
+            self.tasks.clear()  # accuracies on other rows are not comparable
             self.limit = results.limit
         for name, task in results.tasks.items():
             self.tasks[name] = task["value"]
