@@ -138,8 +138,9 @@ def write_mlx_adapter(factors: Factors, folder: Path) -> Folders:
     rank = max(len(v) for _, v in factors.values())
     tensors = {}
     for name, (u, v) in factors.items():
-        tensors[f"{name}.lora_a"] = F.pad(v.T, (0, rank - len(v))).contiguous()
-        tensors[f"{name}.lora_b"] = F.pad(u.T, (0, 0, 0, rank - len(v))).contiguous()
+        missing = rank - len(v)
+        tensors[f"{name}.lora_a"] = F.pad(v.T, (0, missing)).contiguous()
+        tensors[f"{name}.lora_b"] = F.pad(u.T, (0, 0, 0, missing)).contiguous()
     # With full names, mlx-lm does not change the same layers of other blocks, whatever num_layers
     # is.
     parameters = {"rank": rank, "scale": 1.0, "dropout": 0.0, "keys": sorted(factors)}

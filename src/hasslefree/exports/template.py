@@ -183,8 +183,10 @@ def row_order(ours: Tensor, theirs: Tensor) -> Tensor | None:
         return same
     nearest = nearest_rows(theirs, ours)
     back = nearest_rows(ours, theirs)
+    is_mutual = torch.equal(back[nearest], same)
     # With two bits, the distance of single rows may exceed `NEAR`.
-    if torch.equal(back[nearest], same) and in_place(ours[nearest], theirs).float().mean() > MOST:
+    share = in_place(ours[nearest], theirs).float().mean()
+    if is_mutual and share > MOST:
         return nearest
     return None
 

@@ -141,7 +141,8 @@ def draw_segments(
             break
     _check_length(lengths, samples, seqlen, share)
     while len(windows) < samples:
-        windows.append(window(long[int(torch.randint(len(long), (), generator=generator))]))
+        index = int(torch.randint(len(long), (), generator=generator))
+        windows.append(window(long[index]))
     return torch.stack(windows)
 
 
