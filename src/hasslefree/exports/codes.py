@@ -40,7 +40,7 @@ class Coded:
         return self.repeated(self.layer.weight)
 
     @property
-    def second(self) -> Tensor:
+    def offset_or_zero(self) -> Tensor:
         """The offset or the zero of each group, in the shape and dtype of `scale`."""
         tensors = self.layer.tensors()
         if self.grid.offset:

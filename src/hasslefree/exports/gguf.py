@@ -100,7 +100,10 @@ def write_gguf(model: PreTrainedModel, target: Target) -> Folders:
                     " large for GGUF's float16; compress again with"
                     f" {option('leave_dense', [name])}, or export with {option('to', 'dense')}"
                 )
-    places, changed = find_places(model, layers, template)
+    plain = plain_parameters(model, layers)
+    places = find_places(layers, plain, template)
+    trained = may_be_trained(Path(str(model.name_or_path)))
+    changed = changed_vectors(layers, plain, places, template, trained)
     write_model(layers, places, changed, template, files.model)
     modelfile = f"{FROM}{files.model.name}\n"
     factors = factors_of(model)
@@ -111,49 +114,67 @@ def write_gguf(model: PreTrainedModel, target: Target) -> Folders:
     return {"gguf": target.folder}
 
 
-def find_places(
-    model: PreTrainedModel, layers: Layers, template: Template
-) -> tuple[dict[str, Place], dict[str, Tensor]]:
-    """Find the matrices of the model in the template, and the vectors that differ from it.
+def find_places(layers: Layers, plain: dict[str, Tensor], template: Template) -> dict[str, Place]:
+    """Find the matrices of the model in the template.
 
-    Returns:
-        The place of each matrix, and the new values of vectors by their name in the template.
+    Args:
+        plain: from `plain_parameters`.
 
     Raises:
         ModelError: the template is of another model.
     """
-    plain = plain_parameters(model, layers)
     matrices = {name: tensor for name, tensor in plain.items() if tensor.ndim == 2}
     shapes: dict[str, tuple[int, ...]] = {}
     shapes |= {name: coded.layer.spec.shape for name, coded in layers.items()}
     shapes |= {name: tensor.shape for name, tensor in matrices.items()}
 
     def values(name: str) -> Tensor:
-        return summed(layers[name].layer) if name in layers else plain[name]
+        if name in layers:
+            return summed(layers[name].layer)
+        return plain[name]
 
     places = find_matrices(template, shapes, values)
     for name, tensor in matrices.items():
         place = places[name]
         if not template.holds(place.name, tensor[place.rows]):
             raise template.error(f"is of another model: {place.name} has other values than {name}")
-    # All names of a block have the same beginning: model.layers.0. here, blk.0. in the template.
-    blocks = {begin(name): begin(place.name) for name, place in places.items() if begin(name)}
-    trained = may_be_trained(Path(str(model.name_or_path)))
+    return places
+
+
+def changed_vectors(
+    layers: Layers,
+    plain: dict[str, Tensor],
+    places: dict[str, Place],
+    template: Template,
+    trained: bool,
+) -> dict[str, Tensor]:
+    """The new values of vectors that differ from the template, by their name in it.
+
+    Args:
+        trained: vectors of blocks may have changed since the model was dense.
+
+    Raises:
+        ModelError: the template is of another model.
+    """
+    # All names of a block have the same prefix: model.layers.0. here, blk.0. in the template.
+    blocks = {block_prefix(name): block_prefix(place.name) for name, place in places.items()}
+    blocks.pop("", None)
     changed: dict[str, Tensor] = {}
     for name, vector in plain.items():
-        if name in matrices:
+        if vector.ndim == 2:
             continue
         layer = name.removesuffix(".bias")
         owner = places.get(layer, places.get(f"{name.removesuffix('bias')}weight"))
         if owner is None:
-            theirs = blocks.get(begin(name), "")
-            moved = trained and begin(name) in blocks
+            prefix = block_prefix(name)
+            theirs = blocks.get(prefix, "")
+            moved = trained and prefix in blocks
         else:  # the bias of a matrix, whose rows have the same order
             theirs = owner.name.removesuffix("weight") + "bias"
             moved = trained and layer in layers
             vector = vector[owner.rows]
         changed |= find_vector(template, name, theirs, vector, moved)
-    return places, changed
+    return changed
 
 
 def plain_parameters(model: PreTrainedModel, layers: Layers) -> dict[str, Tensor]:
@@ -185,10 +206,12 @@ def may_be_trained(folder: Path) -> bool:
     return read_record(folder).predictions is not None
 
 
-def begin(name: str) -> str:
+def block_prefix(name: str) -> str:
     """The beginning of a name, up to its first number; empty without a number."""
     match = re.match(r".*?\.\d+\.", name)
-    return match[0] if match else ""
+    if match is None:
+        return ""
+    return match[0]
 
 
 def write_model(
@@ -263,7 +286,7 @@ def floats_of(coded: Coded) -> list[Tensor]:
     """
     grid = coded.grid
     if grid.block is None:
-        return [coded.scale, coded.second] if grid.offset else [coded.scale]
+        return [coded.scale, coded.offset_or_zero] if grid.offset else [coded.scale]
     assert grid.scale_bits is not None
     tensors = coded.layer.tensors()
     steps = 1 << (grid.scale_bits - grid.signed_scales)
@@ -281,7 +304,7 @@ def blocks_of(coded: Coded) -> Tensor:
     if grid.block is None:
         codes = codes.view(len(codes), -1, 32).short()
         if not grid.offset:
-            codes += (ZEROS[kind] - coded.second).short().unsqueeze(-1)
+            codes += (ZEROS[kind] - coded.offset_or_zero).short().unsqueeze(-1)
         parts = numbers + plain_parts(kind, codes)
     else:
         assert grid.scale_bits is not None

@@ -49,8 +49,15 @@ def write_compressed_tensors(model: PreTrainedModel, target: Target) -> Folders:
         packed[name] = pack_quantized(coded)
     groups: dict[str, Any] = {}
     for (bits, symmetric, size), names in layers_of.items():
-        scheme = {"num_bits": bits, "type": "int", "symmetric": symmetric, "dynamic": False}
-        scheme |= {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
+        scheme = {
+            "num_bits": bits,
+            "type": "int",
+            "symmetric": symmetric,
+            "dynamic": False,
+            "strategy": "channel",
+        }
+        if size is not None:
+            scheme |= {"strategy": "group", "group_size": size}
         targets = names if len(layers_of) > 1 else ["Linear"]
         groups[f"group_{len(groups)}"] = {"targets": targets, "weights": scheme}
     config = {
@@ -123,7 +130,7 @@ def pack_affine(coded: Coded) -> dict[str, Tensor]:
     """The tensors of a layer in MLX, by their name within the layer. MLX packs codes of all bits in
     the layout of `weight_packed`.
     """
-    biases = coded.second
+    biases = coded.offset_or_zero
     if not coded.grid.offset:
         # The zero of a symmetric grid is a power of two: its product with the scale is exact.
         biases = -biases * coded.scale

@@ -146,7 +146,7 @@ class Content:
         return [*self.others.values(), *(run.evaluation for run in self.runs)]
 
     @property
-    def unlike(self) -> dict[str, list[int]]:
+    def incomparable(self) -> dict[str, list[int]]:
         """The texts that were scored in different windows, with the numbers of tokens in these.
         Perplexities on such a text are not comparable.
         """

@@ -82,8 +82,9 @@ def local_documents(name: str, known: Sequence[str]) -> list[Document]:
 
 def kind_of(path: Path) -> str:
     """The suffix of a file that gives its format, without .gz."""
-    plain = path.with_suffix("") if path.suffix.lower() == ".gz" else path
-    return plain.suffix.lower()
+    if path.suffix.lower() == ".gz":
+        path = path.with_suffix("")
+    return path.suffix.lower()
 
 
 def file_documents(path: Path) -> Iterator[Document]:
@@ -94,7 +95,9 @@ def file_documents(path: Path) -> Iterator[Document]:
     if kind == CSV:
         return row_documents(path, csv_rows(path))
     text = read_text(path)
-    return json_documents(path, text) if kind in LINES else iter([text])
+    if kind in LINES:
+        return json_documents(path, text)
+    return iter([text])
 
 
 def folder_documents(path: Path) -> Iterator[Document]:
@@ -174,7 +177,9 @@ def folder_rows(path: Path) -> Iterable[Any]:
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         with reading(path):
             loaded = datasets.load_from_disk(folder)
-            return loaded["train"] if isinstance(loaded, dict) else loaded
+            if isinstance(loaded, dict):
+                return loaded["train"]
+            return loaded
     if glob.has_magic(folder):
         raise CalibrationError(
             f"the path {folder} contains *, ? or [, which datasets takes for a pattern; rename it"
