@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from hasslefree.core.low_rank import LowRank
 from hasslefree.errors import ModelError, option
-from hasslefree.exports.template import Template
+from hasslefree.exports.template import Template, Tensors
 from hasslefree.files import write_json
 from hasslefree.models.blocks import find_blocks, head_unit
 from hasslefree.models.ends import find_ends
@@ -52,9 +52,7 @@ class Target:
         """The folder of the model of S, if the export is an adapter."""
         return self.folder / "base"
 
-    def save(
-        self, model: PreTrainedModel, folder: Path, tensors: dict[str, Tensor] | None = None
-    ) -> None:
+    def save(self, model: PreTrainedModel, folder: Path, tensors: Tensors | None = None) -> None:
         """Write a model. tensors: replace the model's tensors."""
         model.save_pretrained(folder, state_dict=tensors, max_shard_size=self.max_shard_size)
 
@@ -305,7 +303,7 @@ def write_peft(
     if not factors:
         return {"base alone": target.folder, "base": target.base}
     sites = find_sites(model)
-    tensors: dict[str, Tensor] = {}
+    tensors: Tensors = {}
     ranks: dict[str, int] = {}
     for name, (u, v) in factors.items():
         # PEFT adds x Aᵀ Bᵀ · lora_alpha / r, with A: (r, in) and B: (out, r).

@@ -26,7 +26,7 @@ from hasslefree.exports.formats import (
     factors_of,
     summed,
 )
-from hasslefree.exports.template import Place, Template, find_matrices, find_vector
+from hasslefree.exports.template import Places, Template, Tensors, find_matrices, find_vector
 from hasslefree.models.blocks import find_blocks, other_modalities
 from hasslefree.models.experts import expert_modules
 from hasslefree.models.sites import find_sites
@@ -114,7 +114,7 @@ def write_gguf(model: PreTrainedModel, target: Target) -> Folders:
     return {"gguf": target.folder}
 
 
-def find_places(layers: Layers, plain: dict[str, Tensor], template: Template) -> dict[str, Place]:
+def find_places(layers: Layers, plain: Tensors, template: Template) -> Places:
     """Find the matrices of the model in the template.
 
     Args:
@@ -143,11 +143,11 @@ def find_places(layers: Layers, plain: dict[str, Tensor], template: Template) ->
 
 def changed_vectors(
     layers: Layers,
-    plain: dict[str, Tensor],
-    places: dict[str, Place],
+    plain: Tensors,
+    places: Places,
     template: Template,
     trained: bool,
-) -> dict[str, Tensor]:
+) -> Tensors:
     """The new values of vectors that differ from the template, by their name in it.
 
     Args:
@@ -159,7 +159,7 @@ def changed_vectors(
     # All names of a block have the same prefix: model.layers.0. here, blk.0. in the template.
     blocks = {block_prefix(name): block_prefix(place.name) for name, place in places.items()}
     blocks.pop("", None)
-    changed: dict[str, Tensor] = {}
+    changed: Tensors = {}
     for name, vector in plain.items():
         if vector.ndim == 2:
             continue
@@ -177,7 +177,7 @@ def changed_vectors(
     return changed
 
 
-def plain_parameters(model: PreTrainedModel, layers: Layers) -> dict[str, Tensor]:
+def plain_parameters(model: PreTrainedModel, layers: Layers) -> Tensors:
     """The parameters that are not compressed; matrices are (out, in).
 
     Parameters that process images or sound are left out, since llama.cpp keeps them in another
@@ -187,7 +187,7 @@ def plain_parameters(model: PreTrainedModel, layers: Layers) -> dict[str, Tensor
     original = dense_shapes(model)
     left_out = [*other_modalities(original, find_blocks(original)), *expert_modules(model)]
     others = tuple(f"{name}." for name in left_out)
-    found: dict[str, Tensor] = {}
+    found: Tensors = {}
     for name, parameter in model.named_parameters():
         module, _, leaf = name.rpartition(".")
         is_packed = module in layers and leaf != "bias"
@@ -216,8 +216,8 @@ def block_prefix(name: str) -> str:
 
 def write_model(
     layers: Layers,
-    places: dict[str, Place],
-    changed: dict[str, Tensor],
+    places: Places,
+    changed: Tensors,
     template: Template,
     path: Path,
 ) -> None:
@@ -251,7 +251,7 @@ def write_model(
 
 def write_adapter(
     factors: Factors,
-    places: dict[str, Place],
+    places: Places,
     template: Template,
     path: Path,
 ) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -26,12 +25,13 @@ from hasslefree.exports.formats import (
     make_plain,
     write_peft,
 )
+from hasslefree.exports.template import Tensors
 from hasslefree.files import edited_json, read_json, write_json
 from hasslefree.models.sites import find_sites
 from hasslefree.recipe.engines import vllm_kernels
 
 # For each layer, the tensors of S by their name within the layer, such as "weight_packed".
-Packed = dict[str, dict[str, Tensor]]
+Packed = dict[str, Tensors]
 
 
 def write_compressed_tensors(model: PreTrainedModel, target: Target) -> Folders:
@@ -72,7 +72,7 @@ def write_compressed_tensors(model: PreTrainedModel, target: Target) -> Folders:
     return write_peft(model, factors, target)
 
 
-def pack_quantized(coded: Coded) -> dict[str, Tensor]:
+def pack_quantized(coded: Coded) -> Tensors:
     """The tensors of a layer in compressed-tensors, by their name within the layer."""
     tensors = coded.layer.tensors()
     parts = {"weight_scale": coded.layer.weight.detach()}
@@ -126,7 +126,7 @@ def stored_name(model: PreTrainedModel, layer: str) -> str:
     return name.removesuffix(".weight")
 
 
-def pack_affine(coded: Coded) -> dict[str, Tensor]:
+def pack_affine(coded: Coded) -> Tensors:
     """The tensors of a layer in MLX, by their name within the layer. MLX packs codes of all bits in
     the layout of `weight_packed`.
     """

@@ -19,6 +19,8 @@ from torch.nn import functional as F
 
 from hasslefree.errors import ModelError, option
 
+# Tensors by name.
+Tensors = dict[str, Tensor]
 # The types of tensors that are not quantised, with their dtypes.
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Two matrices may be the same if the sums of their rows have at least this cosine. For unrelated
@@ -137,9 +139,13 @@ class Place:
     rows: Tensor
 
 
+# The places of matrices, by our names of these.
+Places = dict[str, Place]
+
+
 def find_matrices(
     template: Template, shapes: Mapping[str, tuple[int, ...]], values: Callable[[str], Tensor]
-) -> dict[str, Place]:
+) -> Places:
     """Find our matrices in the template.
 
     Args:
@@ -149,7 +155,7 @@ def find_matrices(
     Raises:
         ModelError: the place of a matrix is not clear.
     """
-    places: dict[str, Place] = {}
+    places: Places = {}
     for shape in dict.fromkeys(shapes.values()):
         ours = [name for name in shapes if shapes[name] == shape]
         theirs = [name for name in template.tensors if template.shape(name) == shape]
@@ -212,7 +218,7 @@ def find_vector(
     begin: str,
     ours: Tensor,
     trained: bool,
-) -> dict[str, Tensor]:
+) -> Tensors:
     """Find a vector in the template.
 
     Args:

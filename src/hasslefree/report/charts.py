@@ -13,6 +13,8 @@ from hasslefree.report.drawing import CONFIG, Drawing, Row, png, vega_lite
 from hasslefree.report.maps import MAPS, cells, figures, layer_map
 from hasslefree.units import significant
 
+# Charts by name.
+Charts = dict[str, Drawing]
 # The maximum number of values in all curves of a report. Each takes about seven bytes on the page.
 POINTS = 12_000
 # The dash pattern of each line, in order. It changes whenever all colours have been used.
@@ -53,7 +55,7 @@ def run_charts(
     content: Content,
     label: str,
     selected: str = "",
-) -> dict[str, Drawing]:
+) -> Charts:
     """Draw the charts of one folder, by name.
 
     Args:
@@ -63,7 +65,7 @@ def run_charts(
             layers.
     """
     shared = map_values(content.runs)
-    charts: dict[str, Drawing] = {}
+    charts: Charts = {}
     for name, values in figures(run.record).items():
         if values:
             charts[f"{name}-{label}"] = layer_map(name, values, selected, shared[name])
@@ -100,9 +102,9 @@ def map_values(runs: Iterable[Run]) -> dict[str, list[float]]:
     return shared
 
 
-def comparisons(content: Content) -> dict[str, Drawing]:
+def comparisons(content: Content) -> Charts:
     """Draw the charts that compare models, by name."""
-    charts: dict[str, Drawing] = {}
+    charts: Charts = {}
     for text, points in sized_perplexities(content).items():
         if len(points) > 1:
             charts[f"perplexity-{text}"] = frontier(text, points)

@@ -1,18 +1,16 @@
 """vLLM's linear layers with compressed weights: how they are divided, loaded and multiplied."""
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, QKVParallelLinear
 
-from hasslefree.checkpoint.entries import Entry
 from hasslefree.errors import ServeError
 from hasslefree.serve.fused import FusedLinear, Slices
 from hasslefree.serve.kernels import kernel_for
-from hasslefree.serve.parts import Division
+from hasslefree.serve.parts import Division, Entries
 from hasslefree.serve.requirements import DENSE
 from hasslefree.units import size
 
@@ -29,14 +27,9 @@ INPUTS_ROUNDED = (
 
 
 class FusedLinearMethod(LinearMethodBase):
-    """A linear layer of vLLM that is made of compressed layers.
+    """A linear layer of vLLM that is made of compressed layers."""
 
-    Args:
-        entries: the layers of the folder in the order of their outputs; None for a layer that
-            stayed dense.
-    """
-
-    def __init__(self, entries: Mapping[str, Entry | None]):
+    def __init__(self, entries: Entries):
         self.entries = entries
 
     def create_weights(

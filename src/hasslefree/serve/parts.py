@@ -18,6 +18,12 @@ from hasslefree.errors import ServeError
 from hasslefree.packed.spec import TensorSpecs
 from hasslefree.serve.requirements import DENSE
 
+# The stored tensors of a layer, by their name within the layer.
+Tensors = Mapping[str, Tensor]
+# The layers of a folder that make up a layer of vLLM, by name, in the order of their outputs; None
+# for a layer that stayed dense.
+Entries = Mapping[str, Entry | None]
+
 
 @dataclass(frozen=True)
 class Part:
@@ -67,7 +73,7 @@ class Part:
             return self.entry.spec.tensors()
         return {"weight": (self.shape, None)}
 
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
+    def check(self, tensors: Tensors) -> None:
         """Raise a CheckpointError if the layer's tensors do not match its entry."""
         check_tensors(self.name, self.tensors(), tensors)
         if self.entry is not None:
@@ -77,7 +83,7 @@ class Part:
         """Select the shard's rows of a tensor (out, …)."""
         return torch.cat([tensor[rows] for rows in self.rows])
 
-    def factors(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+    def factors(self, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
         """This rank's u (out, r) and v (r, in); None for rank 0."""
         if not self.rank:
             return None
@@ -88,7 +94,7 @@ class Part:
             v = CodedRows(v, tensors["low_rank_v_scale"]).values()
         return self.local_rows(u), v[:, self.columns]
 
-    def codes(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def codes(self, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's shard of a complete S on a grid without offsets: codes (out, in), scales and
         zeros (out, groups).
         """
@@ -106,7 +112,7 @@ class Part:
             self.local_rows(spec.zeros(tensors))[:, first:last],
         )
 
-    def dense(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def dense(self, tensors: Tensors) -> Tensor:
         """This rank's shard of S + u v, or of the dense weight."""
         whole = self.entry.spec.unpack(tensors) if self.entry else tensors["weight"]
         shard = self.local_rows(whole)[:, self.columns]
@@ -136,12 +142,10 @@ class Division:
     rank: int
     ranks: int
 
-    def parts(self, entries: Mapping[str, Entry | None]) -> list[Part]:
+    def parts(self, entries: Entries) -> list[Part]:
         """Assign the slices of the layer to the layers of the folder.
 
-        Args:
-            entries: the layers in the order of their outputs; None for a dense layer, which fills
-                one slice.
+        A dense layer fills one slice.
 
         Raises:
             ServeError: their shapes do not add up to the layer.
@@ -174,7 +178,7 @@ class Division:
             last += 1
         return last
 
-    def _mismatch(self, entries: Mapping[str, Entry | None]) -> ServeError:
+    def _mismatch(self, entries: Entries) -> ServeError:
         shapes = []
         for name, entry in entries.items():
             shapes.append(f"{name} {list(entry.spec.shape) if entry else 'dense'}")
