@@ -214,7 +214,7 @@ def copy_rest(
         tokenizer = load_tokenizer(str(source), trust_remote_code)
     recorded = (source / "compression.json").exists()
     if recorded:
-        read_json(source / "compression.json")  # it may be damaged
+        read_json(source / "compression.json")  # raises an error if it is damaged
         shutil.copyfile(source / "compression.json", part / "compression.json")
     for kind, folder in folders.items():
         if kind != "gguf":  # a GGUF file has a tokenizer of its own
@@ -224,9 +224,10 @@ def copy_rest(
             if trust_remote_code:
                 patterns += CODE_FILES
             copy_original_files(str(source), folder, patterns)
-        if (folder / "config.json").exists():  # an adapter has none
-            restore_keys(folder / "config.json", read_configuration(str(source)), config)
-            write_older_rotary(folder / "config.json")
+        config_file = folder / "config.json"
+        if config_file.exists():  # an adapter has none
+            restore_keys(config_file, read_configuration(str(source)), config)
+            write_older_rotary(config_file)
         card = export_card(kind, source.name, recorded, auto_class(config).__name__)
         (folder / "README.md").write_text(card, encoding="utf-8")
 
