@@ -20,7 +20,7 @@ from hasslefree.core.low_rank import LowRank
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import ModelError, OutputError
 from hasslefree.exports.codes import Coded
-from hasslefree.exports.gguf import blocks_of
+from hasslefree.exports.gguf import Files, blocks_of
 from hasslefree.exports.quantised import kernels_in_vllm, pack_affine, pack_quantized
 from hasslefree.exports.template import find_vector, nearest_rows, read_template, row_order
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
@@ -142,6 +142,9 @@ def test_a_gguf_file_behind_a_link_is_replaced(work, tmp_path):
             "v1.gguf",
         ]
         assert read(tmp_path / "latest.gguf")[1]
+    llama_cli, ollama = Files.of(tmp_path / "latest.gguf").commands.split("\n")
+    assert llama_cli == f"llama-cli -m {tmp_path}/v1.gguf --lora {tmp_path}/v1-adapter.gguf"
+    assert ollama.endswith(f"{tmp_path}/v1.Modelfile")
 
 
 def test_gguf_holds_l_as_an_adapter_of_scale_1(work, tmp_path):

@@ -60,7 +60,12 @@ class Files:
 
     @classmethod
     def of(cls, destination: Path) -> "Files":
-        """The files in a destination folder, or for a destination file with `SUFFIX`."""
+        """The files in a destination folder, or for a destination file with `SUFFIX`.
+
+        If the destination is a link, the files are beside the file that it points to.
+        """
+        if destination.is_symlink():
+            destination = destination.resolve()
         if destination.suffix != SUFFIX:
             adapter = destination / "adapter.gguf"
             return cls(destination / "model.gguf", adapter, destination / "Modelfile")
