@@ -15,7 +15,6 @@ from hasslefree.checkpoint.entries import Entry, check_index, check_tensors
 from hasslefree.core.factors import CodedRows, TensorSpecs
 from hasslefree.core.low_rank import LowRank
 from hasslefree.errors import ServeError
-from hasslefree.packed.spec import TensorSpecs
 from hasslefree.serve.requirements import DENSE
 
 # The stored tensors of a layer, by their name within the layer.
