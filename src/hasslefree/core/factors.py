@@ -5,7 +5,7 @@
 As for S on a grid, scales have the eight significant bits of bfloat16, and values are rounded once,
 to the dtype of the scale. The factors are not unique: L = (u R)(R⁻¹ v) for every invertible R. Once
 v is rounded, the best u solves a least squares problem. `quantised` uses both facts;
-docs/results/quality.md reports what each one gains.
+docs/results/appendix.md reports the gain of each.
 """
 
 import math
