@@ -44,7 +44,11 @@ def dense_template(
         return read_template(Path(template))
     command = find_converter(converter)
     dense = dense_original(folder, option("template"))
-    with tempfile.TemporaryDirectory(prefix=".converted-", dir=workspace) as work:
+    with tempfile.TemporaryDirectory(
+        prefix=".converted-",
+        dir=workspace,
+        ignore_cleanup_errors=True,  # on NFS, a mapped file keeps its folder
+    ) as work:
         file = Path(work) / "dense.gguf"
         convert(command, dense, file, OUTTYPES.get(dtype, "bf16"))
         # The template maps the file, whose content lasts as long as it does.

@@ -88,14 +88,14 @@ def export(
         folder: a compressed model.
         destination: the folder to write; for "gguf", a file if its name ends with .gguf.
         to: "dense" (S + u v as plain weights), "peft" (an adapter with u v, and S as its base model
-            in base/), "narrow" (dense, without the heads and neurons that are zero), or a format
-            that keeps the codes of a quantised S: "gguf" (model.gguf and adapter.gguf for
+            in base/), "narrow" (dense, without the heads and neurons that no layer reads), or a
+            format that keeps the codes of a quantised S: "gguf" (model.gguf and adapter.gguf for
             llama.cpp), "mlx" (an adapter, and base/) or "compressed-tensors" (a PEFT adapter, and
             base/ for vLLM and transformers).
         template: for "gguf": the dense model that was compressed, as llama.cpp's converter writes
             it (bf16, f16, f32); if None, the converter is run on the model that the record names.
         converter: for "gguf": llama.cpp's convert_hf_to_gguf.py, or its folder; if None, the one on
-            the PATH.
+            the PATH or beside the interpreter.
         overwrite: replace a destination that is not empty, once the new one is complete.
         trust_remote_code, progress: as for `hasslefree.compress`.
 

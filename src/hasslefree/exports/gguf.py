@@ -36,7 +36,7 @@ from hasslefree.recipe.engines import block_of
 
 # The zero of the codes of a block without a minimum.
 ZEROS = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 0}
-# Metadata of the template that is not copied: the writer adds it.
+# Metadata of the template that is not copied: the writer sets its own, or the default.
 REPLACED = (
     "general.architecture",
     "general.quantization_version",

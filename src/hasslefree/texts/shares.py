@@ -71,8 +71,8 @@ def shares_of(calibration: str | Sequence[str]) -> dict[str, float]:
             )
         if match["name"] == MIXED:
             raise CalibrationError(
-                f"{MIXED!r} cannot be combined with other texts, but {text!r} has a share; leave"
-                " out the share, or list other texts"
+                f"{MIXED!r} takes no share, but {text!r} has one; leave out the share, or list"
+                " other texts"
             )
         if float(match["share"]) == 0:
             raise CalibrationError(f"the share of the text {text!r} is 0; leave it out")

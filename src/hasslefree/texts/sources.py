@@ -95,4 +95,5 @@ def check_calibration(calibration: str | Sequence[str]) -> None:
         HasslefreeError: a text is unknown, missing or empty, or the shares do not add up to 100 %.
     """
     for name in shares_of(calibration):
-        check_text(name, KNOWN)
+        known = KNOWN if name == calibration else (SELF, *MEASURED)  # `mixed` takes no share
+        check_text(name, known)

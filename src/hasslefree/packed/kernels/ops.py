@@ -155,7 +155,9 @@ def _by_tables(
         tokens -= remainder
         y[tokens:] = _direct(x[tokens:], values, positions, PackedGroups(2, 4))
     missing = -tokens % llvm_pairs.TOKENS
-    inputs = F.pad(x[:tokens], (0, 0, 0, missing)).contiguous()
+    inputs = x[:tokens].contiguous()
+    if missing:
+        inputs = F.pad(inputs, (0, 0, 0, missing))
     rows_per_thread = -(-out * len(inputs) // (threads * llvm_pairs.TOKENS))
     height = min(out, MAX_TABLE_ROWS, max(llvm_pairs.TOKENS, rows_per_thread))
     shape = (threads, llvm_pairs.TABLE_ROWS + height, llvm_pairs.TOKENS)
