@@ -51,7 +51,7 @@ ROUNDED = {"caldera": "dense", "joint-grid": "2:4", "joint": "2:4"}
 
 
 def run(problem: Problem, method_name: str, pattern: str, rank: int, factor_bits: int | None) -> dict[str, Any]:
-    """One method on one problem: its relative error, its CPU seconds, and the bits a weight that its tensors take."""
+    """One method on one problem: its relative error, its CPU seconds, and the bits per weight that its tensors take."""
     name, _, after = method_name.partition(", ")
     method = Prune(Twice(after == "sweep")) if after else build_method(name)  # type: ignore[arg-type]
     weight = problem.weight.to(BRAIN)

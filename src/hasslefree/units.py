@@ -62,7 +62,7 @@ class Size:
 
     def __str__(self) -> str:
         if self.in_bits:
-            return f"{self.amount:.4g} bits a weight"
+            return f"{self.amount:.4g} bits per weight"
         return size(int(self.amount))
 
     def bytes_for(self, weights: int) -> int:

@@ -44,7 +44,7 @@ MISTAKES = {
     "--scale-bits 16",
     "compress MODEL NEW --pattern 4:2": "pattern 4:2 is impossible: N:M needs 0 <= N <= M and M >= 1; use 2:4",
     "compress MODEL NEW --pattern 2:4": BUDGET,
-    "compress MODEL NEW --pattern 2:4 --size 5.2bits": "a size of 5.2 bits a weight is too small: the least possible "
+    "compress MODEL NEW --pattern 2:4 --size 5.2bits": "a size of 5.2 bits per weight is too small: the least possible "
     "with method joint is 9bits (2:4, rank 0); use --size 9bits, or --method joint-grid, which also quantises S",
     "compress MODEL NEW --rank 999": "rank 999 is larger than the weight (64×192); use --rank 64 or less "
     "(model.layers.0.self_attn.k_proj)",

@@ -120,7 +120,7 @@ def test_a_sign_of_the_scale_lets_the_codes_reach_further():
 
 
 def test_small_groups_with_few_bits_of_scale_fit_better_in_the_same_bytes():
-    """3 bits in groups of 16 with scales of 4 bits take what groups of 64 with floats take: 3.5 bits a weight."""
+    """3 bits in groups of 16 with scales of 4 bits take what groups of 64 with floats take: 3.5 bits per weight."""
     weight = oracles.problem(32, 256)[0]
     errors = [
         (grid.scaling(weight).nearest(weight) - weight).square().sum()

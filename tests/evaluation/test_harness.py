@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import datasets
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -211,6 +212,17 @@ def test_each_task_is_handed_over_as_it_comes(rows):
     assert [list(results["tasks"]) for results in kept] == [["rte"], ["rte", "piqa"]]
     assert kept[0]["average"] == found["tasks"]["rte"]["value"]
     assert kept[1] == found
+
+
+def test_an_error_in_keep_leaves_torch_and_datasets_as_they_were(rows):
+    def fail(results):
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full") as held:  # whose traceback keeps the frames alive
+        evaluate(str(MODEL), tasks=["rte"], task_data=rows, dtype="bfloat16", device="cpu", keep=fail)
+    assert held.tb is not None
+    assert torch._C._len_torch_function_stack() == 0
+    assert datasets.is_progress_bar_enabled()
 
 
 def test_two_models_answer_the_same_tasks(rows):

@@ -310,10 +310,10 @@ def test_a_digest_tells_grids_apart():
             {},
             r"1\.0 kB is too small: the least possible with .* is 10\.1kB \(dense, int2 .*rank 0",
         ),
-        ("2bits", {}, r"2 bits a weight is too small: .* is 4bits .*use size='4bits'"),
+        ("2bits", {}, r"2 bits per weight is too small: .* is 4bits .*use size='4bits'"),
         ("4.5bits", {"bits": 3}, r"the least possible .* is 5\.06bits \(dense, int3"),
         ("1GB", {}, r"the uncompressed model takes \d+\.\d kB, which is already within the size of 1\.0 GB"),
-        ("16bits", {}, r"the uncompressed model takes 16 bits a weight, which"),
+        ("16bits", {}, r"the uncompressed model takes 16 bits per weight, which"),
         ("8bits", {"pattern": "2:4"}, r"the least possible with method joint is 9bits \(2:4, rank 0\)"),
         (
             "9bits",

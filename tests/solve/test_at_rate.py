@@ -138,7 +138,7 @@ def test_no_scale_of_a_row_vanishes(relative):
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: Grid.entropy_coded(7.5), "must be from 1 to 7 bits a weight, got 7.5"),
+        (lambda: Grid.entropy_coded(7.5), "must be from 1 to 7 bits per weight, got 7.5"),
         (lambda: Grid.entropy_coded(3.0).scaling(torch.ones(8, 8)), "depend on the codes; use hasslefree.decompose"),
         (lambda: Grid(4, 64, rate=3.0), "has symmetric codes of eight bits in rows; use Grid.entropy_coded"),
         (

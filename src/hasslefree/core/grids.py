@@ -124,7 +124,7 @@ class Grid(Checked):
         if not LEAST_RATE <= rate <= MOST_RATE:
             raise GridError(
                 f"the rate of an entropy-coded grid must be from {LEAST_RATE:g} to {MOST_RATE:g}"
-                f" bits a weight, got {rate:g}",
+                f" bits per weight, got {rate:g}",
                 ("bits",),
             )
         if self.bits != 8 or self.group is not None or not self.symmetric:

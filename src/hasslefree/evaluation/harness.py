@@ -11,7 +11,7 @@ import math
 import os
 import sqlite3
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import islice
@@ -61,7 +61,7 @@ def evaluate_tasks(
     limit: int | None,
     cache: Path | None,
     phases: Phases,
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Generator[tuple[str, dict[str, Any]], None, None]:
     """Measure the zero-shot accuracy of a loaded model on tasks; yield each name and its scores.
 
     The model's answer is the choice with the largest log-likelihood after the question.

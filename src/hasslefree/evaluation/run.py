@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -335,9 +336,10 @@ def evaluate(
             cache=cache,
             phases=phases,
         )
-        for task, scores in scored:
-            subject.add_scores(task, scores, limit)
-            keep(results)
+        with closing(scored):  # an error in `keep` ends the changes that scoring makes to libraries
+            for task, scores in scored:
+                subject.add_scores(task, scores, limit)
+                keep(results)
     return results
 
 
