@@ -198,7 +198,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
             "python benchmarks/layers.py growth",
             (("size", "{size}²"), ("seconds", "{seconds:.2f}")),
             lambda content: content["rows"],
-            note="The time grows like width^{exponent:.2f}, on {where}.",
+            note="The time grows as width^{exponent:.2f}. On {where}.",
         ),
     ),
     "quantised": (

@@ -87,7 +87,7 @@ def order(content: Content) -> Iterable[Row]:
         for pair, counts in paper_order(rows).items():
             pairs[pair] = [a + b for a, b in zip(pairs.get(pair, [0, 0, 0]), counts, strict=True)]
     for (one, other), (paper, here, settings) in pairs.items():
-        yield {"pair": f"{one} before {other}", "paper": paper, "here": here, "settings": settings}
+        yield {"pair": f"{one} ahead of {other}", "paper": paper, "here": here, "settings": settings}
 
 
 def best(content: Content) -> Row:
@@ -120,9 +120,9 @@ def reproduction(name: str) -> tuple[Table, ...]:
     note = "Calibrated on {samples} × {seqlen} tokens, {own_rounds}; {texts}. The paper's figures are for {beside}."
     ahead = "`joint` is ahead of the others in {ahead} of {settings} settings. On {where}."
     pairs = (
-        ("settings in which", "{pair}"),
-        ("hold in the paper", "{paper}"),
-        ("hold here", "{here}"),
+        ("which method is ahead", "{pair}"),
+        ("settings in the paper", "{paper}"),
+        ("settings here", "{here}"),
         ("of", "{settings}"),
     )
     return (

@@ -166,7 +166,7 @@ def products(file: str) -> Table:
             ("dense, ms", "{dense:.2f}"),
             ("packed, ms", "{packed:.2f}"),
             ("GB/s", "{rate:.1f}"),
-            ("* tokens", "{speed[*]:.2f}"),
+            ("tokens: *", "{speed[*]:.2f}"),
         ),
         inference,
         note="A plain read reaches {read_gigabytes_a_second:.1f} GB/s; {time}, {preemptions} preemptions, on {where}.",
