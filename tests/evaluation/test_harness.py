@@ -218,11 +218,12 @@ def test_an_error_in_keep_leaves_torch_and_datasets_as_they_were(rows):
     def fail(results):
         raise OSError("disk full")
 
+    bars = datasets.is_progress_bar_enabled()
     with pytest.raises(OSError, match="disk full") as held:  # whose traceback keeps the frames alive
         evaluate(str(MODEL), tasks=["rte"], task_data=rows, dtype="bfloat16", device="cpu", keep=fail)
     assert held.tb is not None
     assert torch._C._len_torch_function_stack() == 0
-    assert datasets.is_progress_bar_enabled()
+    assert datasets.is_progress_bar_enabled() == bars
 
 
 def test_two_models_answer_the_same_tasks(rows):
