@@ -124,15 +124,21 @@ def check_reads_text(name: str, config: Any) -> None:
     kind = auto_class(config)._model_mapping.get(type(config), None)
     if kind is None:  # transformers raises an error when it builds the model
         return
-    signature = inspect.signature(kind.forward)
-    with suppress(TypeError):  # `forward` has more required parameters
+    if not takes_ids_alone(kind.forward):
+        raise ModelError(
+            f"{name} is a {kind.__name__}, which needs more inputs than text; hasslefree compresses"
+            " language models"
+        )
+
+
+def takes_ids_alone(forward: Any) -> bool:
+    """Return True if a method `forward` can be called with token ids and nothing else."""
+    signature = inspect.signature(forward)
+    try:
         signature.bind(None, input_ids=None)
-        if "input_ids" in signature.parameters:
-            return
-    raise ModelError(
-        f"{name} is a {kind.__name__}, which needs more inputs than text; hasslefree compresses"
-        " language models"
-    )
+    except TypeError:  # more parameters are required
+        return False
+    return "input_ids" in signature.parameters
 
 
 def auto_class(config: Any) -> Any:
