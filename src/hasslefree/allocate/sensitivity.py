@@ -271,14 +271,12 @@ class ProbedLayer:
 
     def measured(self, pattern: Pattern, grid: Grid) -> BitsAndError:
         """`bits_and_error` of the layer, the same in all processes."""
-        numbers = self.weight.new_zeros(2, dtype=widest_dtype(self.weight.device))
+        measured = None
         if self.owner == self.world.rank:
             weight = self.weight.to(self.gram.matrix.dtype)
-            found = bits_and_error(weight, self.gram, self.prepared, pattern, grid)
-            numbers.copy_(torch.tensor(found))
-        self.world.broadcast_(numbers, self.owner)
-        bits, error = numbers.tolist()
-        return bits, error
+            measured = bits_and_error(weight, self.gram, self.prepared, pattern, grid)
+        shared: BitsAndError = self.world.broadcast(measured, self.owner)
+        return shared
 
     def output_weights(self) -> Tensor | None:
         """The mean square of the gradient at each output, relative to the mean over all outputs,

@@ -295,15 +295,15 @@ def joined(parts: list[Decomposition], norms: Sequence[float]) -> Decomposition:
     Args:
         norms: the squared norm of the rows of each part, tr(W H Wᵀ).
     """
-    squares = torch.tensor(norms).double()
-    errors = torch.tensor([part.relative_error for part in parts]).double()
-    before = torch.tensor([part.relative_error_before_cast for part in parts]).double()
-    total = squares.sum().item()
+    total = sum(norms)
+    pairs = list(zip(parts, norms, strict=True))
+    error = sum(part.relative_error * norm for part, norm in pairs)
+    error_before_cast = sum(part.relative_error_before_cast * norm for part, norm in pairs)
     return Decomposition(
         torch.cat([part.sparse for part in parts]),
         LowRank(torch.cat([part.low_rank.u for part in parts]), parts[0].low_rank.v),
-        relative((errors * squares).sum().item(), total),
-        relative((before * squares).sum().item(), total),
+        relative(error, total),
+        relative(error_before_cast, total),
         (),
         tuple(dict.fromkeys(remark for part in parts for remark in part.remarks)),
         stacked([part.quantised for part in parts]),
