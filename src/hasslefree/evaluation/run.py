@@ -336,7 +336,7 @@ def evaluate(
             cache=cache,
             phases=phases,
         )
-        with closing(scored):  # an error in `keep` ends the changes that scoring makes to libraries
+        with closing(scored):  # restores torch and datasets at once if `keep` fails
             for task, scores in scored:
                 subject.add_scores(task, scores, limit)
                 keep(results)

@@ -122,7 +122,7 @@ class Fields:
     """How the file stores the codes of a grid: fixed (all with the same bits) or entropy (frequent
     codes in fewer bits, with a scale for each row and each input: a smaller file at the same loss,
     but a byte for each weight in memory; for transformers) (default: entropy for a size of up to
-    7.5bits per weight with joint-grid and pattern dense, unless an engine, a rank, embeddings of 8
+    7.5 bits per weight with joint-grid and pattern dense, unless an engine, a rank, embeddings of 8
     bits or another part of the grid is given; otherwise fixed)."""
     factor_bits: int | None = declared(None, GRID)
     """8 to store both factors of L as int8 (default: 8 for joint with a size, otherwise the
