@@ -29,6 +29,7 @@ COMPARED: dict[str, Method] = {
     "hassle-free, unscaled": AlternatingMinimization(low_rank=Adam(scaled=False)),
     "hassle-free, 20 rounds": AlternatingMinimization(rounds=20),
     "hassle-free": METHODS["hassle-free"],
+    "hassle-free, little damping": AlternatingMinimization(damping=1e-4),
     "hassle-free, ALPS": AlternatingMinimization(pruner=ALPS()),
     "hassle-free, exact step": AlternatingMinimization(low_rank=Exact()),
     "3basil": METHODS["3basil"],

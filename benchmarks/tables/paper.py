@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from harness.paper import TASKS, TEXTS
+from harness.record import mean
 from tables.engine import Content, Row, Table
 from tables.models import per_cent
 
@@ -108,6 +109,51 @@ def figure1(content: Content) -> Iterable[Row]:
         yield {"layer": layer, "error": {method: errors[method][layer] for method in errors}}
 
 
+# The texts of other_text.json, and how the page names them.
+ON_TEXTS = {
+    "calibration": "the calibration text",
+    "wiki.test.raw": "wikitext2",
+    "ptb.test.txt": "ptb",
+    "c4_sample.jsonl[700:]": "other text of c4",
+}
+
+
+def by_pattern(content: Content) -> Iterable[Row]:
+    """The mean error of a method over all layers of a block, over that of OATS on the same text."""
+    for name, layers in content["results"].items():
+        block, pattern = name.split(", ")
+        means = {method: mean_by_text(layers, method) for method in measured_on_all(layers)}
+        for method in [method for method in means if method != "oats"]:
+            ratios = {shown: means[method][text] / means["oats"][text] for text, shown in ON_TEXTS.items()}
+            smaller = sum(row[method]["wiki.test.raw"] < row["oats"]["wiki.test.raw"] for row in layers.values())
+            yield {
+                "block": block,
+                "name": f"{pattern} + rank {content['rank']}: {method}",
+                "ratio": ratios,
+                "smaller": f"{smaller} of {len(layers)}",
+            }
+
+
+def measured_on_all(layers: Row) -> list[str]:
+    """The methods that every layer was decomposed with."""
+    first, *others = layers.values()
+    return [method for method in first if all(method in row for row in others)]
+
+
+def mean_by_text(layers: Row, method: str) -> dict[str, float]:
+    """The mean relative error of a method over layers, by text."""
+    return {text: mean(row[method][text] for row in layers.values()) for text in ON_TEXTS}
+
+
+def by_rounds(content: Content) -> Iterable[Row]:
+    """The error on WikiText-2 of the attention's layers at 2:4, by method."""
+    for block, layers in content["results"].items():
+        for layer, row in layers.items() if block.endswith("2:4") else ():
+            if "self_attn" in layer:
+                errors = {method: found["wiki.test.raw"] for method, found in row.items()}
+                yield {"layer": layer.rpartition(".")[2], "error": errors}
+
+
 def reproduction(name: str) -> tuple[Table, ...]:
     results, command = f"reproduction_{name}", f"python benchmarks/reproduction.py PART --record {name}"
     columns = (
@@ -147,4 +193,24 @@ def figure(name: str) -> tuple[Table, ...]:
 
 TABLES = {f"reproduction_{name}": reproduction(name) for name in ("embedded", "reference", "smollm2")}
 TABLES["reproduction_qwen"] = without_order("qwen")
+TABLES["other_text"] = (
+    Table(
+        "other_text",
+        "python benchmarks/other_text.py MODEL TEXT…",
+        (
+            ("block {block}: error / that of oats", "{name}"),
+            ("on *", "{ratio[*]:.2f}"),
+            ("layers with a smaller error on wikitext2", "{smaller}"),
+        ),
+        by_pattern,
+    ),
+    Table(
+        "other_text",
+        "python benchmarks/other_text.py MODEL TEXT…",
+        (("2:4 + rank {rank}, error on wikitext2", "{layer}"), ("*", "{error[*]:.2g}")),
+        by_rounds,
+        note="{model}, fitted on {samples} × {seqlen} tokens of C4, measured on {text_samples} × {seqlen} tokens of "
+        "each other text; on {where}.",
+    ),
+)
 TABLES |= {f"figure1_{name}": figure(name) for name in ("embedded", "reference", "qwen")}
