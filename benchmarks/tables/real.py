@@ -56,15 +56,11 @@ TOKENS = "thousand tokens"
 
 
 def at_two_four(content: Content) -> Iterable[Row]:
-    """The efforts at 2:4 and the published methods, each next to the dense model of its own machine, by their loss."""
+    """The efforts at 2:4 and the published methods, by their loss."""
     names = [name for name in content["results"] if name != "dense" and not name.endswith(TOKENS)]
-    efforts = measured(content, names)
-    published = load("real_model")
-    names = [name for name in published["results"] if name not in ("dense", "fast", "balanced", "best")]
-    rows = [row | {"minutes": row["cpu_seconds"] / 60} for row in efforts]
-    rows += [row | {"minutes": None} for row in measured(published, names)]
-    for row in sorted(rows, key=lambda row: row["gap"]):
-        yield row | {"flags": FLAGS.get(row["name"], f"`--method {row['name']}`")}
+    for row in sorted(measured(content, names), key=lambda row: row["gap"]):
+        flags = FLAGS.get(row["name"], f"`--method {row['name']}`")
+        yield row | {"flags": flags, "minutes": row["cpu_seconds"] / 60}
 
 
 def by_tokens(content: Content) -> Iterable[Row]:
