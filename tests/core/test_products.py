@@ -16,6 +16,10 @@ from hasslefree.core.products import (
     linear,
     matmul_precision,
 )
+from hasslefree.models.blocks import find_blocks
+from hasslefree.models.walk import Walk
+from hasslefree.models.weights import Weights
+from tests.tiny_models import build, segments
 
 
 @pytest.fixture
@@ -187,6 +191,14 @@ def test_products_are_fast_within_models_of_a_slow_dtype_alone(slow, monkeypatch
     assert not isinstance(fast_products(torch.nn.Linear(40, 3)), FastProducts)
     monkeypatch.setattr(products, "_capable", {"avx2": True, "avx512_bf16": True}.get)
     assert not isinstance(fast_products(narrow), FastProducts)
+
+
+def test_the_check_of_a_narrow_model_multiplies_in_float32(slow):
+    """Oracle: the products that torch computes. In bfloat16, they take several times as long here."""
+    model = build("llama", torch.bfloat16)
+    with Watched() as watched:
+        Walk.open(model, find_blocks(model), Weights(model, model.device), segments(1))
+    assert watched.dtypes.keys() == {torch.float32}
 
 
 def test_no_outputs_and_no_inputs_are_no_error(slow):

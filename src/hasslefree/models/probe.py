@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hasslefree.core.gram import working_dtype
+from hasslefree.core.products import fast_products
 from hasslefree.errors import ModelError, NonFiniteError, option
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.calls import BlockCall, Stop, replaced, split_call, split_output
@@ -54,7 +55,8 @@ class Probe:
         self.calls: list[BlockCall] = []
         self.traces: list[BlockTrace] = []
         self.forwards = [block.forward for block in blocks.modules]
-        with weights.present(outside(model, blocks)), torch.no_grad(), suppress(Stop):
+        whole = weights.present(outside(model, blocks))
+        with whole, fast_products(model), torch.no_grad(), suppress(Stop):
             run_with(model, blocks, segment, self.forward)
         if len(self.calls) != len(blocks.modules):
             raise ModelError(
