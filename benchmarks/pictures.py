@@ -156,8 +156,8 @@ def two_four() -> Any:
         label = f"{'60 minutes' if effort == 'an hour' else effort}, {group}"
         groups[group].append(Point(minutes, increase, label, filled=bool(coded)))
     axes.margins(x=0.15)
-    note = f"{MODEL}, 2:4, in 1.22 bytes a weight (sparsegpt: 1.13); bars: range of draws"
-    title = "In as many minutes, joint loses less than the published methods"
+    note = f"{MODEL}, 2:4, 1.22 bytes a weight, sparsegpt 1.13; bars: draws"
+    title = "At 2:4, balanced loses less than every published method"
     names = title, note, "CPU minutes of the whole compression", LOSS
     ticks = {"xticks": [5, 10, 20, 30, 60, 120], "yticks": [20, 30, 50, 100, 200, 300]}
     joined = ("rank 16", "rank 30 in 8 bits")
