@@ -55,8 +55,12 @@ class Probe:
         self.calls: list[BlockCall] = []
         self.traces: list[BlockTrace] = []
         self.forwards = [block.forward for block in blocks.modules]
-        whole = weights.present(outside(model, blocks))
-        with whole, fast_products(model), torch.no_grad(), suppress(Stop):
+        with (
+            weights.present(outside(model, blocks)),
+            fast_products(model),
+            torch.no_grad(),
+            suppress(Stop),
+        ):
             run_with(model, blocks, segment, self.forward)
         if len(self.calls) != len(blocks.modules):
             raise ModelError(
