@@ -147,8 +147,10 @@ def mean_by_text(layers: Row, method: str) -> dict[str, float]:
 
 def by_rounds(content: Content) -> Iterable[Row]:
     """The error on WikiText-2 of the attention's layers at 2:4, by method."""
-    for block, layers in content["results"].items():
-        for layer, row in layers.items() if block.endswith("2:4") else ():
+    for setting, layers in content["results"].items():
+        if not setting.endswith("2:4"):
+            continue
+        for layer, row in layers.items():
             if "self_attn" in layer:
                 errors = {method: found["wiki.test.raw"] for method, found in row.items()}
                 yield {"layer": layer.rpartition(".")[2], "error": errors}
