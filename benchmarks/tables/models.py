@@ -140,11 +140,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
         ),
     ),
     "demo_screen": (Table("demo", "python benchmarks/models.py demo", note="{screen}", facts=demo_screen),),
-    # In README and in the how-to.
-    **dict.fromkeys(
-        ("verdict", "end_of_run"),
-        (Table("verdict", "python benchmarks/models.py verdict", note="{screen}", facts=verdict),),
-    ),
+    "end_of_run": (Table("verdict", "python benchmarks/models.py verdict", note="{screen}", facts=verdict),),
     "reference": (
         Table(
             "reference_model",
