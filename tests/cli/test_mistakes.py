@@ -86,7 +86,7 @@ MISTAKES = {
     "export OUT NEW": f"Missing option '--to'. {EXPORT}",
     "export OUT --to dense": f"Missing argument 'DEST'. {EXPORT}",
     "export OUT NEW --to onnx": "Known: compressed-tensors, dense, gguf, mlx, narrow, peft",
-    "export OUT --to gguf NEW.gguf": "its S is not quantised: compress again with --method joint-grid and --engine "
+    "export OUT --to gguf NEW.gguf": "its S is not quantised; compress again with --method joint-grid and --engine "
     "llama.cpp; or export with --to dense or --to peft",
 }
 

@@ -456,7 +456,7 @@ def test_what_vllm_fuses_is_refused_if_it_differs(tmp_path):
         compressed(tmp_path / "never", method=None, engine="vllm", leave_dense=("*.q_proj",), scale_bits=None)
     assert "layers.0.self_attn.v_proj (quantised)" in str(refused.value)
     compressed(tmp_path / "packed", bits=4, offset=False, leave_dense=("*.up_proj",))
-    message = r"mlp.up_proj \(dense\), .*mlp.gate_proj \(int4 .*\): compress again .*engine='vllm'; or export"
+    message = r"mlp.up_proj \(dense\), .*mlp.gate_proj \(int4 .*\); compress again .*engine='vllm', or export"
     with pytest.raises(ModelError, match=message):
         hasslefree.export(tmp_path / "packed", tmp_path / "out", "compressed-tensors")
     assert not (tmp_path / "out").exists()
@@ -472,12 +472,12 @@ def test_what_a_format_cannot_hold_is_refused_before_anything_is_written(work, t
         (
             root / "packed",
             "compressed-tensors",
-            "cannot hold int4 in groups of 32, with offsets exactly .*llama.cpp.*: compress again",
+            "cannot hold int4 in groups of 32, with offsets exactly .*llama.cpp.*; compress again",
         ),
         (
             tmp_path / "sparse",
             "gguf",
-            "its S is not quantised: compress again with method='joint-grid' and engine='llama.cpp'",
+            "its S is not quantised; compress again with method='joint-grid' and engine='llama.cpp'",
         ),
         (tmp_path / "pruned", "mlx", "pattern 2:4 saves nothing"),
         (tmp_path / "narrow", "mlx", r"down_proj: its 80 inputs are not a multiple of 32|groups of 16"),

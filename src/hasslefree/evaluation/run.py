@@ -140,7 +140,7 @@ def scored_text(tokens: Tensor, window: int, windows: int | None, remainder: boo
     if len(tokens) < window:
         raise CalibrationError(
             f"{len(tokens)} tokens do not fill one window of {window}, and only full windows"
-            f" are scored; use a smaller {option('seqlen')} or more tokens"
+            f" are scored; use a shorter window ({option('seqlen')} of `evaluate`) or more tokens"
         )
     return tokens[: len(tokens) // window * window]
 

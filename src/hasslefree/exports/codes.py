@@ -60,8 +60,9 @@ def check_held(config: Any, engine: str) -> None:
     for name, spec in specs.items():
         reason = obstacle(spec, engine)
         if reason:
+            others = other_exports(specs.values())
             raise ModelError(
-                f"{engine} cannot hold layer {name}: {reason}; or {other_exports(specs.values())}"
+                f"cannot export layer {name}: {reason}; {compress_again(engine)}, or {others}"
             )
 
 
@@ -79,14 +80,13 @@ def compress_again(engine: str) -> str:
 
 def obstacle(spec: LayerSpec, engine: str) -> str | None:
     """The reason why an engine cannot hold a layer exactly; None if it can."""
-    again = compress_again(engine)
     width = spec.shape[1]
     if spec.grid is None:
-        return f"its S is not quantised: {again}"
+        return "its S is not quantised"
     if spec.pattern != "dense":
-        return f"it stores every entry of S, so pattern {spec.pattern} saves nothing: {again}"
+        return f"{engine} stores every entry of S, so pattern {spec.pattern} saves nothing"
     if not ENGINES[engine].holds(spec.grid):
-        return f"{not_held(engine, spec.grid)}: {again}"
+        return not_held(engine, spec.grid)
     if width % GROUP:
         return f"its {width} inputs are not a multiple of {GROUP}"
     return None
@@ -102,8 +102,8 @@ def check_layers(model: PreTrainedModel, engine: str) -> dict[str, Coded]:
     for name, layer in compressed_layers(model).items():
         if experts_of(model, name):
             raise ModelError(
-                f"{engine} cannot hold layer {name}: this export does not support experts; export"
-                f" with {option('to', 'dense')}"
+                f"cannot export layer {name}: the export to {engine} does not support experts;"
+                f" export with {option('to', 'dense')}"
             )
         grid = layer.spec.grid
         assert grid is not None
@@ -116,7 +116,7 @@ def check_layers(model: PreTrainedModel, engine: str) -> dict[str, Coded]:
         apart = fused_apart(forms, {})
         if apart is not None:
             others = other_exports(coded.layer.spec for coded in held.values())
-            raise ModelError(f"{apart}: {compress_again(engine)}; or {others}")
+            raise ModelError(f"{apart}; {compress_again(engine)}, or {others}")
     return held
 
 
