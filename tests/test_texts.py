@@ -93,6 +93,31 @@ def test_local_files_of_every_format(tmp_path, monkeypatch):
         assert evaluation_documents(f"{tmp_path / name}[1:2]") == ["three"], name
 
 
+def test_columns_without_text_are_not_decoded(tmp_path, monkeypatch):
+    """An image that cannot be opened: without Pillow, none can."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    kinds = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
+    rows = {"text": ["a b c"], "image": [{"bytes": b"no image", "path": None}]}
+    table = datasets.Dataset.from_dict(rows, kinds)
+    (tmp_path / "shards").mkdir()
+    table.to_parquet(str(tmp_path / "a.parquet"))
+    table.to_parquet(str(tmp_path / "shards" / "train-0.parquet"))
+    table.save_to_disk(str(tmp_path / "disk"))
+    for name in ("a.parquet", "shards", "disk"):
+        assert calibration_documents(str(tmp_path / name)) == ["a b c"], name
+    table.select_columns("image").save_to_disk(str(tmp_path / "images"))
+    with pytest.raises(CalibrationError, match='images, row 1: expected an object with a string "text"'):
+        calibration_documents(str(tmp_path / "images"))
+
+
+def test_a_data_set_without_a_train_split_names_those_it_has(tmp_path):
+    table = datasets.Dataset.from_dict({"text": ROWS})
+    datasets.DatasetDict({"test": table, "dev": table}).save_to_disk(str(tmp_path / "splits"))
+    with pytest.raises(CalibrationError, match=r"no split named train; give \S+/splits/test or \S+/splits/dev$"):
+        calibration_documents(str(tmp_path / "splits"))
+    assert calibration_documents(str(tmp_path / "splits" / "dev")) == ROWS
+
+
 def turns(*contents):
     return [{"role": role, "content": text} for role, text in zip(("user", "assistant"), contents, strict=False)]
 

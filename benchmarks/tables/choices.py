@@ -253,8 +253,8 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("peak GB of RAM", "{peak:.1f}"),
             ),
             durations,
-            note="Peak RAM is that of the compression. The entropy-coded rows (all but `--coding fixed`) ran on a slower "
-            "processor, with AVX2 alone. On {where}.",
+            note="Peak RAM is that of the compression. The entropy-coded rows (all but `--coding fixed`) ran on a "
+            "slower processor, with AVX2 alone. On {where}.",
         ),
     ),
     "whole_files": tuple(map(whole_files_of, (*EQUAL_FILES, "gemma-3-270m"))),

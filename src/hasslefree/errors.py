@@ -201,6 +201,14 @@ class ServeError(HasslefreeError):
     """
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Return True for the errors of Python and of torch about too little memory."""
+    # On a CPU, torch raises a plain RuntimeError.
+    if "OutOfMemory" in type(error).__name__ or "can't allocate memory" in str(error):
+        return True
+    return isinstance(error, MemoryError)
+
+
 # Failures that are no mistakes of the user: the command line exits with code 1 for these, and with
 # 2 for all others.
 WENT_WRONG = (

@@ -81,6 +81,15 @@ def test_a_file_is_replaced_by_one_of_its_kind_alone(out, tmp_path):
         write_whole(tmp_path / "mine.html", PAGE + b"<title>report</title>")
 
 
+@pytest.mark.parametrize("name", ["new.json", "old.json"])
+def test_a_file_in_a_folder_that_cannot_be_written_is_refused_before_the_work(name, tmp_path, monkeypatch):
+    """The root user may write anywhere, so the question to the system is answered here."""
+    (tmp_path / "old.json").write_text(RESULTS)
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    with pytest.raises(OutputError, match=f"the folder of .*{name} is read-only; give another file"):
+        check_file(tmp_path / name, b"{")
+
+
 def test_what_cannot_be_written_is_kept_elsewhere(tmp_path, monkeypatch):
     """The destination goes bad between the check and the end."""
     (tmp_path / "kept").mkdir()

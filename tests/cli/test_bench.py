@@ -160,9 +160,3 @@ def test_a_damaged_file_is_still_one_after_the_pipe():
     theirs.send(transferable("m", CheckpointError("model.safetensors is truncated")))
     with pytest.raises(CheckpointError, match="model.safetensors is truncated"):
         found.answer()
-
-
-def test_a_dense_folder_is_refused(monkeypatch, capsys):
-    code, printed = run(monkeypatch, capsys, "bench", MODEL)
-    assert code != 0
-    assert "compression.json" in printed

@@ -83,11 +83,15 @@ MISTAKES = {
     "`hasslefree demo`; `hasslefree demo --help` lists its options",
     "generate OUT --seed x": "Invalid value for '--seed': Input should be a valid integer, unable to parse string as "
     "an integer. The command is `hasslefree generate OUT [PROMPT]`; `hasslefree generate --help` lists its options",
+    "generate OUT x --seed -1": "seed must be at least 0, got -1",
+    "evaluate OUT --dense MODEL --perplexity python --dtype bf16": "unknown dtype 'bf16'. Did you mean 'bfloat16'? "
+    "Known: auto, bfloat16, float16, float32",
+    "bench MODEL": "MODEL is not a compressed model; give a folder that `hasslefree compress` wrote",
     "export OUT NEW": f"Missing option '--to'. {EXPORT}",
     "export OUT --to dense": f"Missing argument 'DEST'. {EXPORT}",
     "export OUT NEW --to onnx": "Known: compressed-tensors, dense, gguf, mlx, narrow, peft",
     "export OUT --to gguf NEW.gguf": "its S is not quantised; compress again with --method joint-grid and --engine "
-    "llama.cpp; or export with --to dense or --to peft",
+    "llama.cpp, or export with --to dense or --to peft",
 }
 
 

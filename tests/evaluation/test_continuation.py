@@ -6,10 +6,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import hasslefree
+from hasslefree import Recipe
 from hasslefree.demo.run import MODEL
 from hasslefree.errors import BudgetError, ModelError, PromptError
-from hasslefree.evaluation.continuation import Continuation, Sampling, Writer
-from tests.tiny_models import build, number_tokenizer
+from hasslefree.evaluation.continuation import Continuation, Sampling, Writer, loaded_bytes
+from hasslefree.models.load import load_model
+from hasslefree.packed.linear import compressed_layers
+from tests.tiny_models import build, number_tokenizer, segments
 
 PROMPTS = ["Return the number of items", "class", "A dictionary maps keys\nto values: ü"]
 
@@ -124,3 +128,13 @@ def test_stop_strings_of_the_model_end_a_text(writer, monkeypatch):
     texts = [writer.tokenizer.decode(whole.tokens[:count]) for count in range(33)]
     expected = next(count for count, text in enumerate(texts) if stop in text)
     assert writer.write(PROMPTS[0], Sampling(32)).tokens == whole.tokens[:expected]
+
+
+def test_the_memory_of_an_entropy_coded_model_is_not_underestimated(tmp_path):
+    """Oracle: what the loaded model holds. Its codes are decoded."""
+    recipe = Recipe(bits=4, rank=0, coding="entropy", effort="fast", check=False)
+    hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments())
+    model = load_model(str(tmp_path / "out"))
+    model(segments()[:1])
+    held = model.get_memory_footprint() + sum(layer.held_bytes for layer in compressed_layers(model).values())
+    assert loaded_bytes(tmp_path / "out", "auto") == pytest.approx(held, rel=1e-3)

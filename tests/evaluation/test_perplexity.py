@@ -60,6 +60,14 @@ def test_too_little_text():
             perplexity(build("llama"), tokens, window, remainder=remainder)
 
 
+def test_the_loss_of_few_logits_at_a_time_is_the_same(monkeypatch):
+    model = build("llama", initializer_range=0.5)
+    tokens = segments()[0]
+    whole = perplexity(model, tokens, 16).perplexity
+    monkeypatch.setattr("hasslefree.evaluation.run.ENTRIES", 3 * 64)  # three tokens of the vocabulary of 64
+    assert perplexity(model, tokens, 16).perplexity == pytest.approx(whole, rel=1e-6)
+
+
 def test_the_loss_is_computed_in_float32():
     """Oracle: the log-softmax of the same bfloat16 logits in float64."""
     model = build("llama", torch.bfloat16, initializer_range=0.5)

@@ -37,6 +37,13 @@ def test_an_evaluation_takes_its_dtype_and_window():
     assert row == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_text_that_is_named_twice_is_measured_once():
+    text = f"{CALIBRATION}[:1]"
+    seen = []
+    evaluate(str(MODEL), [text, text], seqlen=16, max_tokens=32, device="cpu", keep=lambda found: seen.append(1))
+    assert len(seen) == 1
+
+
 def test_a_model_in_the_cache_of_the_hub_has_its_name_there(tmp_path):
     folder = tmp_path / "models--org--tiny" / "snapshots" / "0123abcd"
     shutil.copytree(MODEL, folder)

@@ -20,6 +20,7 @@ from hasslefree.models.load import (
     load_model,
     load_on_disk,
     load_shapes,
+    loading,
     resolve_device,
     resolve_seqlen,
 )
@@ -75,6 +76,14 @@ def test_a_config_without_a_dtype_has_that_of_the_weights(tmp_path):
     stored, _ = in_fp8(tensors_of(tmp_path))
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert load_shapes(str(tmp_path)).dtype.itemsize > 1
+
+
+def test_too_little_memory_is_no_damaged_file():
+    """A RuntimeError of torch on a CPU. The command line has a sentence for it."""
+    short = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 8 bytes")
+    with pytest.raises(RuntimeError) as caught, loading("the model could not be loaded", "download it again"):
+        raise short
+    assert caught.value is short
 
 
 def test_a_plan_needs_no_weights(tmp_path):

@@ -119,6 +119,29 @@ def test_texts_of_the_same_file_name_stay_apart(folder):
     assert perplexity == {"a/test.txt": 10.0, "de/test.txt": 11.0, "code.py": 9.0}
 
 
+def test_texts_of_the_same_file_name_in_two_files_stay_apart(folder, tmp_path):
+    """A path of which another is the end may be the same text, measured from another folder."""
+    texts = {"1": "en/test.txt", "2": "de/test.txt", "3": "code.py"}
+    for number, path in texts.items():
+        rows = {path: {"perplexity": float(number)}}
+        (folder / f"evaluation{number}.json").write_text(json.dumps({"model": str(folder), "perplexity": rows}))
+    rows = {"/home/a/code.py": {"perplexity": 4.0}}
+    (tmp_path / "dense.json").write_text(json.dumps({"model": "a/base", "perplexity": rows}))
+    content = read_content([folder, tmp_path / "dense.json"])
+    assert content.runs[0].evaluation.perplexity == {"en/test.txt": 1.0, "de/test.txt": 2.0, "code.py": 3.0}
+    assert content.others["a/base"].perplexity == {"code.py": 4.0}
+
+
+def test_a_model_whose_name_is_written_in_two_ways_is_one(folder, tmp_path):
+    for number, name in enumerate(("a/base", "./a/base", "a/base/")):
+        rows = {f"{number}.txt": {"perplexity": 1.0 + number}}
+        (tmp_path / f"{number}.json").write_text(json.dumps({"model": name, "perplexity": rows}))
+    content = read_content([folder, *sorted(tmp_path.glob("*.json"))])
+    assert {name: found.perplexity for name, found in content.others.items()} == {
+        "a/base": {"0.txt": 1.0, "1.txt": 2.0, "2.txt": 3.0}
+    }
+
+
 def test_an_evaluation_brings_that_of_its_dense_model(folder, tmp_path):
     of_dense = {"model": "a/base", "perplexity": {"held_out.txt": {"perplexity": 30.0}}, "versions": {}}
     evaluation(folder / "evaluation.json", "anywhere", 40.0, dense=of_dense)

@@ -109,6 +109,32 @@ def test_perplexities_in_other_windows_do_not_compare(window, said, made, tmp_pa
     assert (note in page) == said
 
 
+@pytest.mark.parametrize(
+    ("scored", "said"),
+    [
+        ({"tokens": 8192, "first_tokens": [1]}, None),
+        ({"tokens": 300}, "on 300 and 8192 tokens"),
+        ({"first_tokens": []}, "with the first tokens none and 1"),
+    ],
+)
+def test_perplexities_that_were_scored_in_other_ways_do_not_compare(scored, said, made, tmp_path):
+    for folder, fields in ((made[0], {"tokens": 8192, "first_tokens": [1]}), (made[1], scored)):
+        row = {"held_out.txt": {"perplexity": 40.0, "window": 2048} | fields}
+        (tmp_path / f"{folder.name}.json").write_text(json.dumps({"model": str(folder), "perplexity": row}))
+    page = render(read_content([*made, *tmp_path.iterdir()]))
+    if said is None:
+        assert "not comparable" not in page
+    else:
+        assert f"The perplexities on held_out.txt are not comparable: they were measured {said}." in page
+
+
+def test_several_calibration_texts_are_listed(tmp_path):
+    folder = compressed(tmp_path / "out")
+    edit(folder, lambda content: content.update(own_segments=False))
+    edit(folder, lambda content: content["recipe"].update(calibration=["c4:40%", "python:60%"]))
+    assert "tokens of c4:40%, python:60%, in segments" in " ".join(render(read_content([folder])).split())
+
+
 def test_only_a_model_with_all_tasks_has_a_mean(made, tmp_path):
     both = {"piqa": {"value": 0.5}, "rte": {"value": 0.25}}
     for folder, tasks in ((made[0], both), (made[1], {"piqa": {"value": 0.875}})):

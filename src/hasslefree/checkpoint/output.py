@@ -228,6 +228,8 @@ def check_file(path: Path, start: bytes) -> None:
     remedy = "give another file"
     if not file.parent.is_dir():
         raise OutputError(f"the folder of {path} does not exist; make it, or {remedy}")
+    if not os.access(file.parent, os.W_OK):  # also for a file that exists, which is replaced
+        raise OutputError(f"the folder of {path} is read-only; {remedy}")
     if file.is_dir():
         raise OutputError(f"{path} is a folder; give the path of a file")
     is_result = file.match("evaluation*.json") or file.match("*.seconds.json")

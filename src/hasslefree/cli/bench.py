@@ -39,10 +39,10 @@ def call_bench(
     The table shows tokens per second, the time to read a prompt, and the memory of the weights, as
     medians of five turns. The models take turns, each in its own process; both are in memory.
     """
-    from hasslefree.checkpoint.record import read_record
+    from hasslefree.checkpoint.inspect import read_quantization
     from hasslefree.evaluation.bench import Bench, run_bench
 
-    read_record(folder)  # raises an error if OUT is not a compressed folder
+    read_quantization(folder)  # raises an error if OUT is not a compressed folder
     names = {"compressed": str(folder)}
     beside = dense_model(str(folder), dense, trust_remote_code)
     if beside is not None:

@@ -88,7 +88,11 @@ def call_evaluate(
         of_tasks = {"--limit": limit, "--task-data": task_data, "--cache": cache}
         check_absent(of_tasks, "a task, such as --tasks piqa")
     dense = dense_model(model, dense, trust_remote_code, needed=bool(kl))
-    beside = model_beside(model, dense, kl, dtype, device) if perplexity else None
+    beside = None
+    if perplexity:
+        tokens = (seqlen or 2048) * (batch_size or 1)
+        options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+        beside = model_beside(model, dense, kl, tokens, options)
     content: dict[str, Any] = {}
 
     def keep(measured: dict[str, Any]) -> None:
@@ -129,16 +133,16 @@ def check_absent(options: dict[str, Any], needed: str) -> None:
 
 
 def model_beside(
-    model: str, dense: str | None, kl: bool | None, dtype: str, device: str | None
+    model: str, dense: str | None, kl: bool | None, tokens: int, options: dict[str, Any]
 ) -> str | None:
     """The dense model to run beside MODEL, for the KL divergence; None, with a line, if both do not
-    fit in memory.
+    fit in memory. Arguments as for `fit_together`.
     """
     from hasslefree.evaluation.continuation import fit_together
 
     if dense is None or kl is False:
         return None
-    if kl is None and not fit_together((model, dense), dtype, device):
+    if kl is None and not fit_together((model, dense), tokens, **options):
         common.say(
             "Both models do not fit in memory at once: they are measured one after the other,"
             " without the KL divergence; use --kl to measure it anyway."

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from hasslefree.cli.common import errors
-from hasslefree.errors import WENT_WRONG, HasslefreeError, with_flags
+from hasslefree.errors import WENT_WRONG, HasslefreeError, lacks_memory, with_flags
 from hasslefree.escaping import escaped
 
 # Minimum similarity of a suggested option, from 0 to 1.
@@ -87,7 +87,7 @@ def sentence_for(error: Exception) -> tuple[str | None, int]:
         return f"{file} cannot be used: {cause}; correct this, or give another path", 1
     text = str(error).strip().partition("\n")[0]
     kind = type(error)
-    if "OutOfMemory" in kind.__name__ or "can't allocate" in text:  # errors of torch
+    if lacks_memory(error):
         kind = MemoryError
     for known, meaning in MEANINGS.items():
         if issubclass(kind, known):

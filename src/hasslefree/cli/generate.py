@@ -85,8 +85,8 @@ def generate(
     if not prompt:
         raise PromptError("the prompt is empty; give some text to continue")
     options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-    writers = load_writers(folder, dense, backend, threads, options)
     sampling = Sampling(max_new_tokens, temperature, seed)
+    writers = load_writers(folder, dense, backend, threads, options)
     texts = []
     for role, writer in writers.items():
         say(f"[{role}]", style="cyan")

@@ -20,6 +20,7 @@ from hasslefree.errors import (
     MemoryShortError,
     ModelError,
     PromptError,
+    lacks_memory,
     option,
 )
 from hasslefree.evaluation.continuation import Writer
@@ -145,8 +146,7 @@ def transferable(name: str, error: Exception) -> Exception:
     if isinstance(error, HasslefreeError):
         return ModelError(error.message)
     cause = str(error).partition("\n")[0]
-    short = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    if short or "can't allocate memory" in cause:
+    if lacks_memory(error):
         return MemoryShortError(
             f"there is not enough memory for {name} ({cause}); lower {option('prompt')}, or measure"
             f" the compressed model alone with {option('dense', 'none')}"

@@ -14,11 +14,14 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import TextStreamer
 
+from hasslefree.checkpoint.entries import QUANT_METHOD, read_entries
 from hasslefree.checkpoint.record import read_record
 from hasslefree.errors import CheckpointError, ModelError, PromptError, option
-from hasslefree.files import stored_tensors, weight_files
+from hasslefree.files import read_json, stored_tensors, weight_files
 from hasslefree.models.load import (
+    check_dtype,
     check_ids,
+    load_config,
     load_model,
     loading,
     most_positions,
@@ -251,25 +254,46 @@ def find_local_model(name: str) -> Path | None:
     return None
 
 
-def fit_together(names: Iterable[str], dtype: str, device: str | None) -> bool:
-    """Return whether the weights of models, in a dtype, fit in the device's memory together.
+def fit_together(
+    names: Iterable[str],
+    tokens: int,
+    dtype: str = "auto",
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> bool:
+    """Return whether models, and their logits, fit in the device's memory together.
 
     Models that are not on this machine do not count.
+
+    Args:
+        tokens: number of tokens at a time.
+        dtype, device, trust_remote_code: as for `load_model`.
     """
+    check_dtype(dtype)
     needed = 0
     for name in names:
         folder = find_local_model(name)
         if folder is not None:
-            needed += loaded_bytes(folder, dtype)
+            config = load_config(name, trust_remote_code).get_text_config(decoder=True)
+            logits = 4 * tokens * config.vocab_size  # in float32
+            needed += loaded_bytes(folder, dtype) + logits
     return needed <= free_memory(resolve_device(device))
 
 
 def loaded_bytes(folder: Path, dtype: str) -> int:
-    """Bytes of a model's weights in a dtype; "auto" for the dtype of its files."""
+    """Bytes of a model's weights in a dtype; "auto" for the dtype of its files.
+
+    Entropy-coded codes are held decoded too, in a byte each.
+    """
     total = 0
     for tensor in stored_tensors(weight_files(folder)).values():
         meta = tensor.meta
         if dtype != "auto" and meta.is_floating_point():
             meta = meta.to(getattr(torch, dtype))
         total += meta.nbytes
+    config = read_json(folder / "config.json").get("quantization_config")
+    if config is not None and config["quant_method"] == QUANT_METHOD:
+        for entry in read_entries(config["modules"]).values():
+            if entry.spec.grid is not None and entry.spec.grid.rate is not None:
+                total += entry.spec.dense_parameters
     return total

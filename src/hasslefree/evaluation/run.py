@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from hasslefree.bar import with_bar
 from hasslefree.checkpoint.record import KLRecord, kl_record, versions
-from hasslefree.core.predictions import Comparison
+from hasslefree.core.predictions import ENTRIES, Comparison
 from hasslefree.core.products import fast_products
 from hasslefree.errors import CalibrationError, ModelError, NonFiniteError, option
 from hasslefree.evaluation.harness import evaluate_tasks, load_tasks
@@ -158,8 +158,12 @@ def predictions(model: nn.Module, rows: Tensor, unscored: int) -> Tensor:
 
 
 def total_loss(logits: Tensor, targets: Tensor) -> float:
-    """The sum of the negative log-likelihoods, in nats."""
-    return F.cross_entropy(logits.float(), targets, reduction="sum").item()
+    """The sum of the negative log-likelihoods of targets (tokens,), in nats."""
+    rows = max(ENTRIES // logits.shape[-1], 1)
+    losses: list[Tensor] = []
+    for chunk, answers in zip(logits.split(rows), targets.split(rows), strict=True):
+        losses.append(F.cross_entropy(chunk.float(), answers, reduction="sum"))
+    return math.fsum(torch.stack(losses).tolist())
 
 
 def exponential(loss: float, which: str) -> float:
@@ -285,6 +289,7 @@ def evaluate(
     Raises:
         ModelError: a model cannot be measured, or the vocabularies of the two differ.
     """
+    texts = list(dict.fromkeys(texts))
     for text in texts:
         check_text(text)
     phases = Phases(progress)

@@ -27,6 +27,7 @@ from hasslefree.errors import (
     ModelError,
     UnknownNameError,
     WriteError,
+    lacks_memory,
     option,
 )
 from hasslefree.files import stored_tensors, weight_files
@@ -71,7 +72,8 @@ def load_config(name: str, trust_remote_code: bool = False) -> Any:
 
 @contextmanager
 def loading(what: str, remedy: str) -> Iterator[None]:
-    """Convert errors of transformers about a folder to a CheckpointError.
+    """Convert errors of transformers about a folder to a CheckpointError. Errors about memory are
+    left as they are.
 
     Args:
         what: what failed, such as "the model 'a' could not be loaded".
@@ -79,11 +81,13 @@ def loading(what: str, remedy: str) -> Iterator[None]:
     """
     try:
         yield
-    except (HasslefreeError, MemoryError, torch.OutOfMemoryError, BrokenPipeError):
+    except (HasslefreeError, BrokenPipeError):
         raise
     except BaseException as error:
         # A panic of the Rust library tokenizers is not an `Exception`.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        if lacks_memory(error):
             raise
         if wants_trust(error):
             remedy = TRUST_CODE
@@ -176,6 +180,13 @@ def refuse_compressed(config: Any, name: str, loaded: bool = False) -> None:
     raise ModelError(f"{name} is already quantised or compressed ({method}); {remedy}")
 
 
+def check_dtype(dtype: str) -> None:
+    """Raise an UnknownNameError for a dtype that `load_model` does not take."""
+    known = get_args(Dtype)
+    if dtype not in known:
+        raise UnknownNameError("dtype", dtype, known)
+
+
 def load_model(
     name: str, dtype: str = "auto", device: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
@@ -186,9 +197,7 @@ def load_model(
         device: a device such as "cpu" or "cuda"; None for the GPU if there is one.
         trust_remote_code: run code that comes with the model.
     """
-    known = get_args(Dtype)
-    if dtype not in known:
-        raise UnknownNameError("dtype", dtype, known)
+    check_dtype(dtype)
     target = resolve_device(device)
     model: Any = _from_pretrained(name, trust_remote_code, dtype=dtype)
     return model.to(target)

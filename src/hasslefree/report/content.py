@@ -23,6 +23,12 @@ from hasslefree.validation import Count, Figure, InvalidError, validated
 
 _BLOCK = re.compile(r"(?:.*?\.)?(\d{1,9})\.(.+)")
 _EXPERT = re.compile(r"\.\d+(?=\.)")
+# How a text may be scored, in words, by the field of a `TextResult`.
+SCORINGS = {
+    "window": "in windows of {} tokens",
+    "tokens": "on {} tokens",
+    "first_tokens": "with the first tokens {}",
+}
 # Stands for the block of layers outside the blocks, such as the embedding and the head.
 OUTSIDE = -1
 
@@ -33,11 +39,15 @@ class TextResult:
 
     Args:
         window: the number of tokens in a window; None if unknown.
+        tokens: the number of tokens of the text; None if unknown.
+        first_tokens: token ids that begin every window; None if unknown.
         kl: the KL divergence from the dense model; None if it was not measured.
     """
 
     perplexity: Figure
     window: Count | None = None
+    tokens: Count | None = None
+    first_tokens: tuple[Count, ...] | None = None
     kl: KLRecord | None = None
 
 
@@ -87,16 +97,10 @@ class Evaluation:
             return None
         return statistics.fmean(self.tasks.values())
 
-    def add(self, results: _Results) -> None:
-        """Add the results of a file, which replace earlier ones. The name of a text is the last
-        part of its path, or all of it if another text of the file has the same last part.
-        """
-        texts_of = Counter(Path(path).name for path in results.perplexity)
+    def add(self, results: _Results, names: Mapping[str, str]) -> None:
+        """Add the results of a file, which replace earlier ones. names: of the texts, by path."""
         for path, text in results.perplexity.items():
-            name = Path(path).name
-            if texts_of[name] > 1:
-                name = path
-            self.texts[name] = text
+            self.texts[names[path]] = text
         if results.tasks and results.limit != self.limit:
             self.tasks.clear()  # accuracies on other rows are not comparable
             self.limit = results.limit
@@ -146,16 +150,16 @@ class Content:
         return [*self.others.values(), *(run.evaluation for run in self.runs)]
 
     @property
-    def incomparable(self) -> dict[str, list[int]]:
-        """The texts that were scored in different windows, with the numbers of tokens in these.
-        Perplexities on such a text are not comparable.
+    def incomparable(self) -> dict[str, str]:
+        """The texts that were scored in different ways, with these ways in words. Perplexities on
+        such a text are not comparable.
         """
-        windows: dict[str, set[int]] = {}
+        results: dict[str, list[TextResult]] = {}
         for evaluation in self.evaluations:
             for name, text in evaluation.texts.items():
-                if text.window is not None:
-                    windows.setdefault(name, set()).add(text.window)
-        return {name: sorted(found) for name, found in sorted(windows.items()) if len(found) > 1}
+                results.setdefault(name, []).append(text)
+        ways = {name: differences(found) for name, found in sorted(results.items())}
+        return {name: way for name, way in ways.items() if way}
 
     def dense_bytes(self, model: str) -> int | None:
         """The bytes of a model, if it is the dense model of a folder; None otherwise."""
@@ -163,6 +167,41 @@ class Content:
             if same_model(run.record.model, model):
                 return run.sizes.dense_bytes
         return None
+
+
+def differences(results: Sequence[TextResult]) -> str:
+    """The differences between scorings of one text, in words; empty if there is none."""
+    found: list[str] = []
+    for name, words in SCORINGS.items():
+        known = {getattr(result, name) for result in results} - {None}
+        if len(known) > 1:
+            found.append(words.format(" and ".join(map(in_words, sorted(known)))))
+    return ", ".join(found)
+
+
+def in_words(value: int | tuple[int, ...]) -> str:
+    """A number, or the numbers of a list."""
+    if isinstance(value, int):
+        return str(value)
+    return " ".join(map(str, value)) or "none"
+
+
+def text_names(paths: Iterable[str]) -> dict[str, str]:
+    """The names of texts in a report, by path: the last part, or the whole path if it may be
+    another text than a path with the same last part. (a/test.txt may be /home/a/test.txt.)
+    """
+    paths = set(paths)
+    names = {path: Path(path).name for path in paths}
+    for path in paths:
+        if any(Path(path).name == Path(other).name for other in paths if are_apart(path, other)):
+            names[path] = path
+    return names
+
+
+def are_apart(one: str, other: str) -> bool:
+    """Return True unless one path is the end of the other."""
+    parts = zip(reversed(Path(one).parts), reversed(Path(other).parts), strict=False)
+    return any(left != right for left, right in parts)
 
 
 def read_content(paths: Sequence[Path]) -> Content:
@@ -182,25 +221,42 @@ def read_content(paths: Sequence[Path]) -> Content:
     runs: dict[Path, Run] = {}
     for resolved, folder in folders.items():
         runs[resolved] = read_run(folder, str(resolved.relative_to(above)))
+    measured: list[tuple[str, _Results]] = []
+    for resolved, run in runs.items():
+        measured += results_in(folders[resolved], run.record.model)
+    measured += [(results.model, results) for results in named]
+    measured = with_dense(measured)
+    names = text_names(path for _, results in measured for path in results.perplexity)
     others: dict[str, Evaluation] = {}
-
-    def add(model: str | Path, results: _Results) -> None:
+    for model, results in measured:
         resolved = Path(model).resolve()
         if resolved in runs:
-            runs[resolved].evaluation.add(results)
+            evaluation = runs[resolved].evaluation
         else:
-            others.setdefault(str(model), Evaluation()).add(results)
-        if results.dense is not None:
-            add(results.dense.model, results.dense)
-
-    for resolved, run in runs.items():
-        dense = run.record.model
-        for file in sorted(folders[resolved].glob("evaluation*.json"), reverse=True):
-            results = read_results(file)
-            add(dense if same_model(results.model, dense) else resolved, results)
-    for results in named:
-        add(results.model, results)
+            same = (other for other in others if same_model(other, model))
+            evaluation = others.setdefault(next(same, model), Evaluation())
+        evaluation.add(results, names)
     return Content(tuple(runs.values()), others)
+
+
+def results_in(folder: Path, dense: str) -> list[tuple[str, _Results]]:
+    """The results in a folder, by model: the folder's, or those of its dense model."""
+    found: list[tuple[str, _Results]] = []
+    for file in sorted(folder.glob("evaluation*.json"), reverse=True):
+        results = read_results(file)
+        is_dense = same_model(results.model, dense)
+        found.append((dense if is_dense else str(folder), results))
+    return found
+
+
+def with_dense(measured: Iterable[tuple[str, _Results]]) -> list[tuple[str, _Results]]:
+    """Results by model, each followed by those of the dense model that they contain."""
+    found: list[tuple[str, _Results]] = []
+    for model, results in measured:
+        found.append((model, results))
+        if results.dense is not None:
+            found.append((results.dense.model, results.dense))
+    return found
 
 
 def resolved_folders(paths: Sequence[Path]) -> dict[Path, Path]:

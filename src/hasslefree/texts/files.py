@@ -41,6 +41,8 @@ _OF_DATA_SET = re.compile(
 # The fields of a question and of its answer, in data sets for fine-tuning.
 QUESTIONS = ("instruction", "prompt", "question")
 ANSWERS = ("output", "completion", "response", "answer")
+# Follows a question.
+INPUT = "input"
 CONVERSATIONS = ("messages", "conversations")
 # All fields that hold a document or a part of it.
 FIELDS = {"text", *CONVERSATIONS, *QUESTIONS, *ANSWERS}
@@ -156,7 +158,8 @@ def table_rows(path: Path, kind: str) -> Iterable[Any]:
 
     files = glob.escape(str(path.resolve()))
     with reading(path):
-        return datasets.load_dataset(TABLES[kind], data_files=files, **SPLIT)
+        loaded = datasets.load_dataset(TABLES[kind], data_files=files, **SPLIT)
+    return with_text(path, loaded)
 
 
 def csv_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -177,9 +180,12 @@ def folder_rows(path: Path) -> Iterable[Any]:
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         with reading(path):
             loaded = datasets.load_from_disk(folder)
-            if isinstance(loaded, dict):
-                return loaded["train"]
-            return loaded
+        if not isinstance(loaded, dict):
+            return with_text(path, loaded)
+        if "train" not in loaded:
+            splits = " or ".join(str(path / name) for name in loaded)
+            raise CalibrationError(f"{path} has no split named train; give {splits}")
+        return with_text(path, loaded["train"])
     if glob.has_magic(folder):
         raise CalibrationError(
             f"the path {folder} contains *, ? or [, which datasets takes for a pattern; rename it"
@@ -187,8 +193,21 @@ def folder_rows(path: Path) -> Iterable[Any]:
     with reading(path):
         loaded = datasets.load_dataset(folder, **SPLIT)
         if loaded.info.builder_name == "text":  # of each file, not of each line
-            return datasets.load_dataset(folder, sample_by="document", **SPLIT)
-        return loaded
+            loaded = datasets.load_dataset(folder, sample_by="document", **SPLIT)
+    return with_text(path, loaded)
+
+
+def with_text(path: Path, rows: Any) -> Any:
+    """The rows of a data set without columns that hold no document: `datasets` would decode images
+    and sound.
+
+    Raises:
+        CalibrationError: no column holds a document.
+    """
+    if len(rows) and FIELDS.isdisjoint(rows.column_names):
+        raise no_document(f"{path}, row 1")
+    kept = [name for name in rows.column_names if name in FIELDS or name == INPUT]
+    return rows.select_columns(kept)
 
 
 def row_documents(path: Path, rows: Iterable[Any]) -> Iterator[Document]:
@@ -254,8 +273,8 @@ def document_of(row: Any, where: str) -> Document:
             return ""
         if isinstance(question, list):  # both are messages
             return conversation([*question, *answer])
-        if row.get("input"):
-            question += "\n\n" + row["input"]
+        if row.get(INPUT):
+            question += "\n\n" + row[INPUT]
         return conversation(
             [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         )
