@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.errors import CheckpointError, GridError
+from hasslefree.files import StoredTensor
 from hasslefree.packed import spec
 from hasslefree.packed.decoding import entropy_coded
 from tests.tiny_models import build, logits, segments
@@ -31,6 +32,18 @@ def test_layers_are_decoded_when_they_are_loaded_and_not_again(coded, monkeypatc
     assert len(layers) == 14
     monkeypatch.setattr(spec, "decode", lambda *_: pytest.fail("decoded again"))
     assert torch.equal(logits(model, segments()), expected)
+
+
+@pytest.mark.parametrize(("pattern", "read"), [("dense", 0), ("2:4", 14)])
+def test_an_empty_index_is_not_read(pattern, read, tmp_path, monkeypatch):
+    """Each reading parses the header of the file, in which a mixture of experts has thousands of layers."""
+    recipe = Recipe(bits=4, pattern=pattern, rank=0, effort="fast", group_size=None)
+    hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments())
+    names = []
+    reading = StoredTensor.read
+    monkeypatch.setattr(StoredTensor, "read", lambda self: names.append(self) or reading(self))
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert len(names) == read
 
 
 def test_codes_move_with_their_layers(coded, monkeypatch):

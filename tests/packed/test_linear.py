@@ -14,6 +14,7 @@ from hasslefree.core.factors import CodedFactors, nearest
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import ArgumentError, KernelError, PatternError, ShapeError, UnknownNameError
+from hasslefree.packed import spec
 from hasslefree.packed.kernels import whole
 from hasslefree.packed.layouts import pack_bits
 from hasslefree.packed.linear import unpacked_once
@@ -286,6 +287,41 @@ def entropy_coded_layer(_=None):
         weight, Gram.from_activations(x), "dense", 0, method=JointOnGrid(Grid.entropy_coded(4.0))
     )
     return SparseLowRankLinear.from_decomposition(result, None, "dense")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_that_a_kernel_has_are_not_coded_again(dtype, monkeypatch):
+    """After other scales, and in calls with gradients. Oracle: a copy that was never called."""
+    layer, x = entropy_coded_layer().to(dtype), torch.randn(4, 24).to(dtype)
+    fresh = copy.deepcopy(layer)
+    with torch.no_grad():
+        layer(x)  # the kernel takes the codes
+    with monkeypatch.context() as patched:
+        patched.setattr(spec, "pack_on_grid", lambda *_: pytest.fail("coded again"))
+        patched.setattr(spec, "decode", lambda *_: pytest.fail("decoded again"))
+        for factor in (1, 2):
+            with torch.no_grad():
+                layer.weight_scale.mul_(factor)
+                y = layer(x)
+            assert layer._buffers["weight_packed"] is None
+            trained = layer(x)
+            trained.sum().backward()
+            torch.testing.assert_close(y, trained.detach(), rtol=0.02, atol=0.02)
+    with torch.no_grad():
+        fresh.weight_scale.mul_(2)
+        torch.testing.assert_close(y, fresh(x), rtol=0, atol=0)
+    assert torch.equal(layer.state_dict()["weight_packed"], fresh.state_dict()["weight_packed"])
+
+
+def test_an_unpacked_layer_keeps_no_decoded_codes():
+    layer = entropy_coded_layer()
+    layer.unpacked()
+    layer.use("unpacked")
+    assert layer.held_bytes == 12 * 24 * 4
+    with torch.no_grad():
+        expected = layer(torch.eye(24))
+    layer.use("dense")
+    torch.testing.assert_close(layer(torch.eye(24)), expected)
 
 
 @pytest.mark.parametrize("called_first", [False, True])

@@ -40,6 +40,7 @@ from hasslefree.planning.memory import (
     estimate,
     states_bytes,
     total,
+    training_bytes,
 )
 from hasslefree.planning.plan import bytes_on_disk
 from hasslefree.planning.schedule import segments_for
@@ -136,20 +137,32 @@ ENTROPY_CODED = {"method": "rtn", "coding": "entropy", "bits": 5, "group_size": 
 TO_RUN = [*({**ROUNDED, "bits": bits} for bits in (3, 4, 6)), {**PRUNED, "bits": 6}, ENTROPY_CODED]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("fields", TO_RUN, ids=str)
-def test_bytes_to_run_are_those_of_a_loaded_model(fields, tmp_path):
+def test_bytes_to_run_are_those_of_a_loaded_model(fields, dtype, tmp_path):
     """Oracle: the tensors of the model after a call, and what its kernels hold."""
-    build("llama").bfloat16().save_pretrained(tmp_path / "model")
+    build("llama").to(dtype).save_pretrained(tmp_path / "model")
     recipe = Recipe(**({"group_size": 16, "samples": 4, "seqlen": 16} | fields))
     plan = plan_summary(setup_of(str(tmp_path / "model"), recipe, CPU, "device"))
-    hasslefree.compress(build("llama").bfloat16(), tmp_path / "out", recipe, segments=segments())
+    hasslefree.compress(build("llama").to(dtype), tmp_path / "out", recipe, segments=segments())
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with torch.no_grad():
         model(segments(1, 4))
     held = sum(layer.held_bytes for layer in compressed_layers(model).values())
     assert held
-    state = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.dtype != torch.float32]
-    assert plan["to_run"] == held + sum(tensor.nbytes for tensor in state)
+    buffers = [buffer for name, buffer in model.named_buffers() if "inv_freq" not in name]
+    assert plan["to_run"] == held + sum(tensor.nbytes for tensor in (*model.parameters(), *buffers))
+
+
+def test_training_holds_the_codes_that_are_decoded(tmp_path):
+    """More than the same layers in fixed codes, by a byte for each weight."""
+    settings = {"method": "rtn", "bits": 4, "group_size": None, "samples": 4, "seqlen": 16, "match_predictions": 64}
+    build("llama").save_pretrained(tmp_path)
+    fixed = setup_of(str(tmp_path), Recipe(**settings, coding="fixed"), CPU, "device")
+    coded = setup_of(str(tmp_path), Recipe(**settings, coding="entropy"), CPU, "device")
+    stored = sum(layer.size for layer in coded.plan.layers) - sum(layer.size for layer in fixed.plan.layers)
+    weights = sum(layer.dense_parameters for layer in coded.plan.layers)
+    assert training_bytes(coded) - training_bytes(fixed) >= stored + weights
 
 
 def test_compress_refuses_before_the_work(tmp_path, free):

@@ -14,7 +14,8 @@ from hasslefree.errors import BudgetError, GridError, ModelError, PatternError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.experts import split_experts
 from hasslefree.models.sites import find_sites
-from hasslefree.planning.plan import make_plan, plan_of, select, select_and_plan, weights_on_disk
+from hasslefree.planning import plan
+from hasslefree.planning.plan import make_plan, plan_layer, plan_of, select, select_and_plan, weights_on_disk
 from hasslefree.recipe.engines import block_of
 from tests.tiny_models import build, segments, tensors_of
 
@@ -216,6 +217,21 @@ def test_the_plan_is_made_from_shapes():
         model = build("llama")
     resolved = Recipe(rank=2).resolve(with_text=False)
     assert len(make_plan(select(find_blocks(model), resolved), resolved).layers) == 14
+
+
+def test_layers_of_one_kind_are_planned_once(monkeypatch):
+    """Oracle: the plan of each layer by itself."""
+    model = build("mixtral")
+    split_experts(model)
+    resolved = Recipe(rank=2, pattern="2:4").resolve(with_text=False)
+    selection = select(find_blocks(model), resolved)
+    planned = []
+    monkeypatch.setattr(plan, "plan_layer", lambda *given: planned.append(given) or plan_layer(*given))
+    found = make_plan(selection, resolved)
+    for index, matrices in enumerate(selection.sites):
+        alone = {name: plan_layer(selection.blocks, index, matrix, resolved) for name, matrix in matrices.items()}
+        assert found.blocks[index] == alone
+    assert len(planned) == len({matrix.shape for _, _, matrix, _ in planned}) < len(found.layers)
 
 
 @pytest.mark.parametrize("family", ["minimax", "gpt2"])

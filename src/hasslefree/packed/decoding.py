@@ -8,6 +8,7 @@ from torch import nn
 from transformers.utils import logging
 
 from hasslefree.errors import CheckpointError, GridError
+from hasslefree.packed.kernels.arrays import give_up_pages
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
 
 # Layers decoded at a time, at most: each takes 16 bytes per code of a chunk.
@@ -43,7 +44,10 @@ def entropy_coded(model: nn.Module) -> Iterator[tuple[str, SparseLowRankLinear]]
 
 def decode_layer(name: str, layer: SparseLowRankLinear) -> None:
     """Decode the codes of one layer, which keeps them. name: of the layer in the model."""
+    tensors = layer.tensors()
     try:
-        layer.codes(layer.tensors())
+        layer.codes(tensors)
     except GridError as error:
         raise CheckpointError(f"{name}: {error.message}") from None
+    if layer.weight.is_cpu:
+        give_up_pages(tensors["weight_packed"])

@@ -157,13 +157,19 @@ class SparseLowRankLinear(nn.Module):
 
     def unpacked(self) -> Tensor:
         """S: (out, in), a new tensor at each call."""
-        if self.spec.grid is None:
+        grid = self.spec.grid
+        if grid is None:
             return self.spec.unpack(self.tensors())
-        if torch.compiler.is_compiling() and self._buffers["weight_packed"] is None:
-            # The kernel keeps the codes: returning them by entropy coding cannot be traced.
-            return self.spec.values(self._taken().all_codes(), self._sparse_tensors())
-        tensors = self.tensors()
-        return self.spec.values(self.codes(tensors), tensors)
+        with self.kernel.lock():
+            is_taken = self._buffers["weight_packed"] is None
+            if is_taken and (grid.rate is not None or torch.compiler.is_compiling()):
+                # The kernel keeps the codes: entropy coding is slow, and packing is not traced.
+                codes = self._taken().all_codes()
+                tensors = self._sparse_tensors()
+            else:
+                tensors = self.tensors()
+                codes = self.codes(tensors)
+        return self.spec.values(codes, tensors)
 
     def _taken(self) -> Operands:
         """The codes that the kernel has taken from the layer."""
@@ -322,6 +328,7 @@ class SparseLowRankLinear(nn.Module):
                     f" {self.spec.shape}; call"
                     ' hasslefree.use_backend(model, "dense"), which keeps no copy but is slower'
                 ) from None
+            self.decoded = None  # calls with gradients decode the stream again
         with self.kernel.lock():
             self.kernel.release(self)
             self.backend = backend

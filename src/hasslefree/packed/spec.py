@@ -174,7 +174,7 @@ class LayerSpec:
         if self.grid.offset:
             values = torch.addcmul(self.offsets(tensors).unsqueeze(-1), steps, scale)
         else:
-            values = (steps - self.zeros(tensors).unsqueeze(-1)) * scale
+            values = steps.sub_(self.zeros(tensors).unsqueeze(-1)) * scale
         if self.grid.rate is not None:
             values = values * tensors["weight_input_scale"].to(values.dtype)
         return values.to(tensors["weight_scale"].dtype).view(self.shape)

@@ -244,7 +244,11 @@ def training_bytes(setup: Setup) -> int:
             numbers += layer.dense_parameters * (2 if layer.grid else 1)
     else:
         numbers += round(2 * max(values))
-    return sum(map(bytes_of, setup.plan.blocks)) + FLOAT * numbers
+    decoded = 0
+    for layer in setup.plan.layers:
+        if layer.grid is not None and layer.grid.rate is not None:
+            decoded += layer.dense_parameters  # a byte each, beside the stream
+    return sum(map(bytes_of, setup.plan.blocks)) + decoded + FLOAT * numbers
 
 
 def states_bytes(setup: Setup) -> int:

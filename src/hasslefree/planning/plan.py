@@ -6,6 +6,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -367,25 +368,34 @@ def with_rank(resolved: Resolved, rank: int) -> Resolved:
     return replace(resolved, budget=budget)
 
 
+def narrowed(resolved: Resolved, rank: int, shape: tuple[int, int]) -> Resolved:
+    """The recipe with a rank, or with the largest rank that a narrower weight (out, in) takes."""
+    widest = min(shape)
+    if rank > widest:
+        step = STEP if resolved.solver.grid else 1
+        rank = widest // step * step
+    return with_rank(resolved, rank)
+
+
 def make_plan(selection: Selection, resolved: Resolved, rank: int | None = None) -> Plan:
     """The pattern and rank of every layer, from shapes alone.
 
     Args:
         rank: of every layer that is wide enough, within a size; None for that of the recipe.
     """
-    step = STEP if resolved.solver.grid else 1
     blocks: list[dict[str, LayerPlan]] = []
+    # Matrices of one kind have one plan: a mixture of experts has thousands of a few shapes.
+    known: dict[Any, LayerPlan] = {}
     for index, matrices in enumerate(selection.sites):
-        plans = {}
+        plans: dict[str, LayerPlan] = {}
         for name, matrix in matrices.items():
-            fitted = resolved
-            if rank is not None:
-                widest = min(matrix.shape)
-                allowed = rank
-                if rank > widest:
-                    allowed = widest // step * step
-                fitted = with_rank(resolved, allowed)
-            plans[name] = plan_layer(selection.blocks, index, matrix, fitted)
+            # The number of pruned channels depends on the heads of a layer.
+            place = (index, name) if resolved.solver.whole_channels else None
+            kind = (matrix.shape, matrix.dtype, place)
+            if kind not in known:
+                fitted = resolved if rank is None else narrowed(resolved, rank, matrix.shape)
+                known[kind] = plan_layer(selection.blocks, index, matrix, fitted)
+            plans[name] = known[kind]
         blocks.append(plans)
     plan = Plan(blocks, plan_ends(selection, resolved))
     if rank is None:

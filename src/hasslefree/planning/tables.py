@@ -13,7 +13,8 @@ from rich.text import Text
 from hasslefree.errors import with_flags
 from hasslefree.models.blocks import other_modalities
 from hasslefree.models.unloaded import copied_bytes
-from hasslefree.packed.kernels import int8
+from hasslefree.packed.kernels import byte_codes, int8
+from hasslefree.packed.kernels.backends import Case, choose
 from hasslefree.packed.kernels.codes import Nibbles
 from hasslefree.planning.advice import Advice
 from hasslefree.planning.duration import flops_by_phase, seconds_by_phase
@@ -63,8 +64,8 @@ def bytes_to_run(setup: Setup) -> int:
     """The bytes of the result in memory: codes of S in the format of the kernel, everything else as
     in the file.
 
-    In bfloat16, codes have the format of torch's operators, which includes pruned entries. In other
-    dtypes, entropy-coded codes take a byte each, and other codes are as in the file.
+    The formats of kernels include pruned entries. Without a kernel, entropy-coded codes take a byte
+    each beside their stream, and other codes are as in the file.
     """
     device = setup.device.type
     held = weights_on_disk(setup.model, setup.plan) - copied_bytes(setup.model)
@@ -73,16 +74,18 @@ def bytes_to_run(setup: Setup) -> int:
         if grid is None:
             continue
         out, width = matrix.shape
-        nibbles = None
-        if matrix.dtype == torch.bfloat16:
-            nibbles = Nibbles.fitting(grid.bits, grid.group or width, device)
-        if int8.obstacle(device, matrix.dtype, grid, matrix.shape) is None:
+        backend = choose(Case(device, matrix.dtype, matrix.layout, False, grid, matrix.shape))
+        if backend == "int8":
             codes = int8.bytes_of(out, width)
-        elif nibbles is not None:
+        elif backend == "int4":
+            nibbles = Nibbles.fitting(grid.bits, grid.group or width, device)
+            assert nibbles is not None
             codes = nibbles.bytes(out, width)
-        elif grid.rate is not None:
-            codes = out * width
+        elif backend == "numba":
+            codes = byte_codes.bytes_of(out, width, grid.groups(width))
         else:
+            if grid.rate is not None:
+                held += out * width
             continue
         shape, _ = matrix.sparse_tensors()["weight_packed"]
         held += codes - math.prod(shape) * torch.int32.itemsize

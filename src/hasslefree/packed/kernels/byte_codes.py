@@ -17,6 +17,11 @@ MOST = 12
 TILE_BYTES = 4 << 20
 
 
+def bytes_of(out: int, width: int, groups: int) -> int:
+    """Memory used by codes (out, width), and by scales and centres (out, groups), in bytes."""
+    return out * width + 2 * out * groups * torch.float32.itemsize
+
+
 @dataclass(frozen=True)
 class ByteCodes:
     """S (out, in) = codes · scale + centre.
@@ -44,7 +49,8 @@ class ByteCodes:
     @property
     def bytes(self) -> int:
         """Memory used by codes, scales and centres, in bytes."""
-        return self.codes.nbytes + self.scale.nbytes + self.centre.nbytes
+        out, width = self.codes.shape
+        return bytes_of(out, width, self.scale.shape[1])
 
     def all_codes(self) -> Tensor:
         """The codes, uint8 (out, in)."""

@@ -239,12 +239,12 @@ class CodesKernel(Kernel):
         """Take the codes, if the layer has a backend for codes and no other thread took them."""
         if self.prepared.key == key_of(layer):
             return self.prepared
-        self.release(layer)
         case = layer.case()
         backend = backends.choose(case, layer.backend)
         if backend in backends.OF_CODES:
             self.prepared = self._take(layer, backend)
         else:
+            self.release(layer)
             obstacle = backends.BACKENDS["numba"](case)
             if obstacle and case.device == "cpu":
                 log_slower(obstacle)
@@ -253,10 +253,17 @@ class CodesKernel(Kernel):
 
     def _take(self, layer: "SparseLowRankLinear", backend: str) -> PreparedCodes:
         """Take the codes of the layer and convert them for a backend."""
-        tensors = layer.tensors()
         spec = layer.spec
         assert spec.grid is not None
-        codes = layer.codes(tensors)
+        taken = self.prepared.operands
+        is_taken = layer._buffers["weight_packed"] is None
+        if taken is not None and is_taken and spec.grid.rate is not None:
+            # Only other tensors have changed. Entropy coding the codes would be slow.
+            tensors = layer._sparse_tensors()
+            codes = taken.all_codes()
+        else:
+            tensors = layer.tensors()
+            codes = layer.codes(tensors)
         layer.decoded = None
         scale, low = spec.scale_and_low(codes, tensors, rounded=backend == "int4")
         operands: Operands
@@ -271,7 +278,8 @@ class CodesKernel(Kernel):
         is_few = False
         if scale.is_cpu:
             for tensor in tensors.values():
-                arrays.give_up_pages(tensor)
+                if tensor is not None:
+                    arrays.give_up_pages(tensor)
             factors = factor_arrays(layer)
             is_few = factors is not None or (layer.low_rank_u is None and layer.bias is None)
         left = tensors_of(layer)
