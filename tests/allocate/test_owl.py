@@ -1,4 +1,5 @@
 import math
+from collections import defaultdict
 
 import pytest
 import torch
@@ -7,8 +8,15 @@ from hypothesis import strategies as st
 
 import hasslefree
 from hasslefree import Recipe
+from hasslefree.allocate import owl
 from hasslefree.allocate.owl import outlier_share, owl_ratios
+from hasslefree.distributed import World
 from hasslefree.errors import BudgetError
+from hasslefree.models.blocks import find_blocks
+from hasslefree.models.experts import split_experts
+from hasslefree.models.walk import Walk
+from hasslefree.models.weights import Weights
+from hasslefree.planning.plan import make_plan, select
 from tests import oracles
 from tests.tiny_models import build, segments
 
@@ -51,6 +59,39 @@ def test_the_average_is_kept_and_more_outliers_save_less(shares, ratio, seed):
 def test_what_cannot_be_saved_is_an_error(ratio, shares):
     with pytest.raises(BudgetError, match="which must be between 0 and 1; choose another ratio or sparsity"):
         owl_ratios(shares, ratio, [1] * len(shares))
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_the_inputs_are_those_of_the_dense_model_in_one_pass(family, monkeypatch):
+    """Oracle: hooks in the model as transformers runs it."""
+    model = build(family)
+    split_experts(model)
+    resolved = Recipe(rank=2).resolve(with_text=False)
+    plan = make_plan(select(find_blocks(model), resolved), resolved)
+    inputs = defaultdict(list)
+
+    def keep(name):
+        return lambda _, args: inputs[name].append(args[0].reshape(-1, args[0].shape[-1]))
+
+    names = {name for index, plans in enumerate(plan.blocks) for name in (f"model.layers.{index}.{n}" for n in plans)}
+    watching = [model.get_submodule(name).register_forward_pre_hook(keep(name)) for name in names]
+    with torch.no_grad():
+        model(segments())
+    for handle in watching:
+        handle.remove()
+    walk = Walk.open(model, find_blocks(model), Weights(model, model.device), segments()[:1])
+    hidden = walk.entering(segments())
+    monkeypatch.setattr("hasslefree.models.walk.run_block", lambda *_: pytest.fail("run again"))
+    for visit in walk.visits(hidden):
+        layers = []
+        monkeypatch.setattr(owl, "outlier_share", layers.extend)
+        plans = plan.blocks[visit.index]
+        owl.block_outliers(visit, plans, hidden, World())
+        for name, (weight, diagonal) in zip(plans, layers, strict=True):
+            whole = f"{visit.prefix}.{name}"
+            assert torch.equal(weight, model.get_submodule(whole).weight)
+            expected = torch.cat(inputs[whole]).double().square().mean(0)
+            torch.testing.assert_close(diagonal, expected, rtol=1e-4, atol=1e-8)
 
 
 def test_a_block_that_stays_dense_is_left_out(tmp_path):

@@ -173,6 +173,18 @@ def test_a_model_whose_head_needs_the_blocks_is_refused(tmp_path):
         sensitivities(walk, plan_of(model), segments(), World(), pruned)
 
 
+def test_too_little_memory_for_the_head_is_no_head_that_needs_the_blocks(tmp_path):
+    model = build("llama")
+    walk = walk_of(model, segments(), tmp_path)
+
+    def short(module, args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.lm_head.register_forward_pre_hook(short)
+    with pytest.raises(torch.OutOfMemoryError):
+        sensitivities(walk, plan_of(model), segments(), World(), pruned)
+
+
 def test_a_model_without_a_head_is_compressed_where_nothing_asks_for_its_predictions(tmp_path):
     with pytest.raises(ModelError, match="has no output head"):
         hasslefree.compress(

@@ -13,7 +13,7 @@ from hasslefree.allocate.options import grid_options, joined
 from hasslefree.allocate.sensitivity import ProbedLayer, probe_method
 from hasslefree.core.patterns import SemiStructured, Unstructured
 from hasslefree.distributed import ALONE
-from hasslefree.errors import BudgetError, HasslefreeError, OutputError, RecipeError
+from hasslefree.errors import BudgetError, HasslefreeError, ModelError, OutputError, RecipeError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.pipeline.advise import advise
 from hasslefree.planning.plan import LayerPlan, digest, make_plan, select, uniform_plans
@@ -417,3 +417,5 @@ def test_advice_within_inference_mode(text):
     model = build("llama")
     with torch.inference_mode():
         assert advise(model, recipe, tokenizer=words) == expected
+        with pytest.raises(ModelError, match="load it outside"):
+            advise(build("llama"), recipe, tokenizer=words)

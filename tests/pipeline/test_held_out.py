@@ -18,8 +18,10 @@ import hasslefree
 from hasslefree import Recipe
 from hasslefree.checkpoint.resume import Unfinished
 from hasslefree.demo.run import MODEL
+from hasslefree.errors import CheckpointError
 from hasslefree.models.load import load_on_disk
 from hasslefree.pipeline import held_out, training
+from hasslefree.pipeline.held_out import Check
 from hasslefree.pipeline.text import Texts
 from hasslefree.planning.schedule import HELD_OUT_SEGMENTS
 from hasslefree.texts.segments import disjoint_segments, draw_segments
@@ -298,6 +300,29 @@ def test_training_that_makes_code_worse_than_it_makes_its_own_kind_better_is_und
     assert ("fine-tuning is undone" in caplog.text and "or the effort 'fast'" in caplog.text) == undone
     assert report.predictions["after"] == (1.0 if undone else after)
     assert (report.held_out_code["compressed"] == before.held_out_code["compressed"]) == undone
+
+
+def test_training_that_does_not_help_is_not_measured(untrained, tmp_path, monkeypatch):
+    """Oracle: the perplexities without training."""
+
+    def restored(job, _reference):
+        training.bring_back(job)
+        return {"before": 1.0, "after": 1.0, "history": [1.5], "learning_rate": 1e-4, "tokens": 64}
+
+    monkeypatch.setattr(training, "train_whole", restored)
+    monkeypatch.setattr(Check, "run_again", lambda _: pytest.fail("the same model is run again"))
+    trained = dataclasses.replace(PLAIN, match_predictions=64)
+    report = hasslefree.compress(MODEL, tmp_path / "out", trained, device="cpu")
+    assert report.held_out["compressed"] == untrained[0].held_out["compressed"]
+
+
+def test_a_file_that_cannot_be_read_is_no_head_that_is_missing(recipe, tmp_path, monkeypatch):
+    def damaged(*_):
+        raise CheckpointError("model.safetensors is truncated")
+
+    monkeypatch.setattr(Check, "logits", damaged)
+    with pytest.raises(CheckpointError, match="is truncated"):
+        compress(tmp_path / "out", recipe)
 
 
 def too_short(recipe):

@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 
 from hasslefree.allocate.allocation import Allocation
+from hasslefree.core.gram import working_dtype
 from hasslefree.distributed import World
 from hasslefree.errors import BudgetError
 from hasslefree.models.activations import Activations
-from hasslefree.models.calibrate import gather, groups_by_input, tensors_read
+from hasslefree.models.calibrate import check_finite, run_block, widest_dtype
+from hasslefree.models.calls import hooks
 from hasslefree.models.experts import every_expert_called
+from hasslefree.models.precision import as_multiplied
 from hasslefree.models.rules import Matrix
 from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Visit, Walk
@@ -66,16 +69,45 @@ def by_outliers(
 def block_outliers(
     visit: Visit, plans: Mapping[str, LayerPlan], hidden: Activations, world: World
 ) -> float:
-    """The share of outliers in the planned layers of a block. hidden: the inputs of the block."""
+    """The share of outliers in the planned layers of a block.
+
+    Args:
+        hidden: the inputs of the block, which become its outputs.
+    """
     sites = find_sites(visit.block)
+    squares = {name: InputSquares(plan.shape[1], hidden.device) for name, plan in plans.items()}
+    watching = hooks(sites[name].on_input(found.take) for name, found in squares.items())
+    with watching, every_expert_called(visit.block):
+        run_block(visit.block, visit.call, hidden)
+    visit.has_run = True
     layers: list[tuple[Tensor, Tensor]] = []
-    with every_expert_called(visit.block):
-        reads = tensors_read(visit.block, visit.call, hidden[0], plans)
-        for group in groups_by_input(reads):
-            [gram] = gather(visit.block, visit.prefix, visit.call, hidden, [group], world)
-            for name in group:
-                layers.append((sites[name].weight(), gram.matrix.diagonal()))
+    for name, found in squares.items():
+        mean = found.mean(world)
+        check_finite(mean, f"{visit.prefix}.{name}")
+        layers.append((sites[name].weight(), mean))
     return outlier_share(layers)
+
+
+class InputSquares:
+    """The sum of the squares of each input of a layer: diag H times the number of tokens."""
+
+    def __init__(self, width: int, device: torch.device):
+        self.count = 0
+        self.sums = torch.zeros(width, dtype=widest_dtype(device), device=device)
+
+    def take(self, x: Tensor) -> None:
+        """Add inputs (…, in) of the layer."""
+        rows = as_multiplied(x.reshape(-1, x.shape[-1]))
+        self.sums += rows.to(working_dtype(rows)).square().sum(0, dtype=self.sums.dtype)
+        self.count += len(rows)
+
+    def mean(self, world: World) -> Tensor:
+        """The mean squares over the tokens of all processes; 1 without tokens, as in H = I."""
+        tokens = int(world.total(self.count, self.sums.device))
+        world.add(self.sums)
+        if not tokens:
+            return torch.ones_like(self.sums)
+        return self.sums / tokens
 
 
 def outlier_share(layers: Sequence[tuple[Tensor, Tensor]]) -> float:
@@ -85,7 +117,9 @@ def outlier_share(layers: Sequence[tuple[Tensor, Tensor]]) -> float:
         layers: W, (out, in), and diag H, (in,), of each linear layer of a block. ‖X_j‖² is H_jj
             times the number of tokens, which cancels. The mean is over the entries of all layers.
     """
-    scores = [weight.abs() * diagonal.sqrt() for weight, diagonal in layers]
+    scores: list[Tensor] = []
+    for weight, diagonal in layers:
+        scores.append(weight.abs() * diagonal.sqrt().to(working_dtype(weight)))
     count = sum(score.numel() for score in scores)
     mean = sum(score.sum(dtype=torch.float64).item() for score in scores) / count
     outliers = sum(int(torch.count_nonzero(score > MULTIPLE * mean)) for score in scores)

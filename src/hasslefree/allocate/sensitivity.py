@@ -29,7 +29,7 @@ from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Method
 from hasslefree.distributed import World
-from hasslefree.errors import HasslefreeError, ModelError, NonFiniteError, option
+from hasslefree.errors import HasslefreeError, ModelError, NonFiniteError, lacks_memory, option
 from hasslefree.models.activations import Activations
 from hasslefree.models.calibrate import (
     MomentSums,
@@ -176,6 +176,8 @@ def check_predictions(
     except HasslefreeError:
         raise
     except Exception as error:
+        if lacks_memory(error):
+            raise
         raise ModelError(
             f"the output head of {type(walk.model).__name__} cannot be run on its own"
             f" ({type(error).__name__}: {error}), which {option('allocate', 'error')} and"

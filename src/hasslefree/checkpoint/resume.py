@@ -139,7 +139,8 @@ class Progress:
         if changes:
             raise OutputError(
                 f"cannot resume: the settings differ: {'; '.join(changes)}. Give the same"
-                f" settings, or {option('overwrite', True)} to start again"
+                f" settings, or start again with {option('overwrite', True)} and without"
+                f" {option('resume')}"
             )
 
     def record_identity(self, identity: dict[str, Any]) -> None:
@@ -167,9 +168,12 @@ def read_progress(folder: Path) -> Progress:
         raise CheckpointError(f"{file} is damaged ({error}); {remedy}") from None
 
 
-def intact_progress(folder: Path) -> Progress:
+def intact_progress(folder: Path, hashed: bool) -> Progress:
     """Read a journal, and drop the parts from the first one on whose file is missing, and the plan
     if its file is missing.
+
+    Args:
+        hashed: also check the bytes of the files. What is not continued may be damaged.
 
     Raises:
         CheckpointError: a file is damaged.
@@ -178,21 +182,22 @@ def intact_progress(folder: Path) -> Progress:
     dealt = progress.dealt
     if dealt is not None and dealt.sha256 is not None:
         file = folder / OUTPUT_WEIGHTS
-        if file.is_file():
-            check_bytes(file, dealt.sha256, "bits and ranks are chosen again")
-        else:
+        if not file.is_file():
             progress.dealt = None
+        elif hashed:
+            check_bytes(file, dealt.sha256, "bits and ranks are chosen again")
     parts: list[FinishedPart] = []
     for part in progress.parts:
         file = folder / "model" / part.file
         if not file.is_file():
             break
-        check_bytes(
-            file,
-            part.sha256,
-            "its block and all later blocks are compressed again; if prediction matching was"
-            " finished, all blocks are",
-        )
+        if hashed:
+            check_bytes(
+                file,
+                part.sha256,
+                "its block and all later blocks are compressed again; if prediction matching was"
+                " finished, all blocks are",
+            )
         parts.append(part)
     if not parts:
         return Progress([], progress.identity)
@@ -423,7 +428,7 @@ def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]
     with locked:
         repair_replacement(folder, out)
         check_output(out, overwrite)
-        progress = intact_progress(folder)
+        progress = intact_progress(folder, hashed=resume)
         if progress.parts and not resume and not overwrite:
             raise OutputError(
                 f"{folder} holds an unfinished compression with {progress}; continue it with"

@@ -185,12 +185,17 @@ def sums_bytes(width: int) -> int:
 
 def checked(gram: Gram, name: str) -> Gram:
     """Return the Gram of the inputs of a layer. Raises a NonFiniteError if it is not finite."""
-    if not torch.isfinite(gram.matrix).all():
+    check_finite(gram.matrix, name)
+    return gram
+
+
+def check_finite(moments: Tensor, name: str) -> None:
+    """Raise a NonFiniteError if moments of the inputs of a layer are not finite."""
+    if not torch.isfinite(moments).all():
         raise NonFiniteError(
             f"the inputs of {name} contain NaN or Inf; try another dtype"
             f" ({option('dtype', 'float32')})"
         )
-    return gram
 
 
 def gather(

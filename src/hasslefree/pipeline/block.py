@@ -224,23 +224,27 @@ def put_back(
     """Visit the blocks that an earlier run has finished, and load their compressed layers.
 
     Each block runs on as many segments at a time as when it was compressed: more rows may be
-    rounded differently, and a resumed run must give the same bytes.
+    rounded differently, and a resumed run must give the same bytes. If all blocks are finished,
+    none is run.
 
     Args:
-        hidden: inputs of the first block. They become the outputs of the last finished block.
+        hidden: inputs of the first block. They become those of the first block to compress.
     """
     blocks = job.work.progress.blocks
+    are_all = len(blocks) == len(job.walk.blocks.modules)
     finished = islice(visits, len(blocks))
     counted = job.walk.phases.counted(RESUMED, finished, len(blocks), "blocks")
     for visit, part in zip(counted, blocks, strict=True):
-        plans = allocation.plan.blocks[visit.index]
-        reads = tensors_read(visit.block, visit.call, hidden[0], plans)
-        at_once = runs_at_once(job, visit, plans, reads, hidden)
+        at_once = False
+        if not are_all:
+            plans = allocation.plan.blocks[visit.index]
+            reads = tensors_read(visit.block, visit.call, hidden[0], plans)
+            at_once = runs_at_once(job, visit, plans, reads, hidden)
         put_block_back(job, visit, part.entries)
         if at_once:
             with torch.no_grad(), computing(visit.block):
                 hidden[:] = visit.call.run(visit.block, hidden[:])
-            visit.has_run = True
+        visit.has_run = at_once or are_all
         collecting.skip(len(part.layers))
         for layer in part.layers:
             solving.skip(1, layer)

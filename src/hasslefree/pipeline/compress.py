@@ -19,7 +19,7 @@ from hasslefree.checkpoint.output import FILES, check_output
 from hasslefree.checkpoint.record import Record
 from hasslefree.checkpoint.resume import StoredPlan, Unfinished, unfinished, unfinished_folder
 from hasslefree.distributed import World, process_group
-from hasslefree.errors import ModelError, OutputError
+from hasslefree.errors import OutputError
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import other_modalities
 from hasslefree.models.rules import Selection
@@ -222,18 +222,12 @@ def check_request(
 
     Raises:
         OutputError: OUT is finished and is to be resumed, or it cannot be written.
-        ModelError: a loaded model cannot be trained.
     """
     is_finished = (out / FILES).is_file() and not unfinished_folder(out).exists()
     if resume and not overwrite and is_finished:
         raise OutputError(f"{out} is finished: there is nothing to resume")
     source = model.config._name_or_path if isinstance(model, PreTrainedModel) else model
     check_output(out, overwrite, source=Path(source) if source else None)
-    if isinstance(model, PreTrainedModel) and any(p.is_inference() for p in model.parameters()):
-        raise ModelError(
-            "the model was loaded inside torch.inference_mode(), so its weights cannot be trained;"
-            " load it outside"
-        )
 
 
 def log_what_stays_dense(model: PreTrainedModel, selection: Selection) -> None:
@@ -262,6 +256,8 @@ def run(job: Job, digests: dict[str, str]) -> Record:
         work.progress.check_identity(identity)
         work.remove_unlisted(work.progress)  # this run has passed its checks
     reference, check = run_dense_model(job)
+    if job.texts is not None:
+        job.texts.documents.clear()  # no text is read any more, and a file may have gigabytes
     allocation = allocate(job)
     if job.world.writes:
         work.progress.record_identity(identity | {"plan": digest(allocation.plan)})

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from hasslefree.checkpoint.record import HeldOut, HeldOutRecord, kl_record
 from hasslefree.core.predictions import Comparison
-from hasslefree.errors import HasslefreeError, ModelError
+from hasslefree.errors import CheckpointError, HasslefreeError, ModelError
 from hasslefree.models.activations import Activations
 from hasslefree.models.calibrate import run_block
 from hasslefree.models.walk import Visit, Walk
@@ -101,6 +101,8 @@ class Check:
                 text = self.compare(range(of_text), phase)
                 if self.of_code:
                     code = self.compare(range(of_text, count), phase)
+        except CheckpointError:
+            raise
         except ModelError:
             logger.warning(
                 "no perplexity is measured: %s has no output head", type(walk.model).__name__

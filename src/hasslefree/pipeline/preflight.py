@@ -100,6 +100,11 @@ def open_model(
     name = model.config._name_or_path or type(model).__name__
     refuse_compressed(model.config, name, loaded=True)
     refuse_adapters(model)
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise ModelError(
+            "the model was loaded inside torch.inference_mode(), so its weights cannot be trained;"
+            " load it outside"
+        )
     if compressed_layers(model):
         raise ModelError(
             f"the loaded model {name} has layers that an earlier compression has replaced, which"
@@ -174,7 +179,7 @@ def check_segments(model: PreTrainedModel, segments: Tensor, world: World = ALON
     if len(segments) < world.size:
         raise CalibrationError(
             f"{world.size} processes need at least {world.size} calibration segments, and there are"
-            f" {len(segments)}; use fewer processes, or more {option('samples')}"
+            f" {len(segments)}; use fewer processes, or more segments ({option('samples')})"
         )
     resolve_seqlen(model, segments.shape[1])
     try:

@@ -95,10 +95,13 @@ def train_and_check(
         if check is not None:
             before = check.measure()
         predictions = train_whole(job, reference)
-        if check is not None:
-            check.run_again()
     if check is not None:
-        measured = check.measure()
+        measured = before
+        if predictions is None:
+            measured = check.measure()
+        elif predictions["after"] < predictions["before"]:  # else the training was undone
+            check.run_again()
+            measured = check.measure()
         if predictions and is_worse(predictions, before.code, measured.code):
             logger.warning(WORSE_ON_CODE)
             predictions["after"] = predictions["before"]
