@@ -35,19 +35,10 @@ from hasslefree.models.rules import by_kind
 from hasslefree.models.sites import find_site, find_sites
 from hasslefree.models.unloaded import unloaded_tensors, without_codes
 from hasslefree.models.walk import Visit
+from hasslefree.pipeline.ends import compress_ends, replace_ends, stored_ends, use_ends
 from hasslefree.pipeline.held_out import Check
 from hasslefree.pipeline.job import Job
-from hasslefree.pipeline.layers import (
-    Done,
-    Group,
-    Plans,
-    Task,
-    compress_ends,
-    compress_groups,
-    replace_ends,
-    stored_ends,
-    use_ends,
-)
+from hasslefree.pipeline.layers import Done, Group, Plans, Task, compress_groups
 from hasslefree.pipeline.preflight import block_tensors, outside_tensors
 from hasslefree.planning.machine import in_one_pass, room_for_sums
 from hasslefree.progress import INPUTS, RESUMED, SOLVING, Phase
