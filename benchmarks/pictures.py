@@ -140,7 +140,7 @@ def two_four() -> Any:
     results = load("two_four")["results"]
     dense = next(iter(results.pop("dense").values()))["perplexity"]
     groups: Groups = {"rank 16": [], "rank 30 in 8 bits": [], "published": []}
-    figure, axes = canvas(7, 5)
+    figure, axes = canvas(8, 5)
     for name, seeds in results.items():
         if name.endswith(TOKENS):
             continue
@@ -155,7 +155,7 @@ def two_four() -> Any:
         group = "rank 30 in 8 bits" if coded else "rank 16"
         label = f"{'60 minutes' if effort == 'an hour' else effort}, {group}"
         groups[group].append(Point(minutes, increase, label, filled=bool(coded)))
-    axes.margins(x=0.15)
+    axes.margins(x=0.2)
     note = f"{MODEL}, 2:4, 1.22 bytes a weight, sparsegpt 1.13; bars: draws"
     title = "At 2:4, balanced loses less than every published method"
     names = title, note, "CPU minutes of the whole compression", LOSS
