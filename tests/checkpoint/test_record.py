@@ -67,7 +67,7 @@ def test_a_summary_by_hand():
     assert "\x1b" not in page
 
 
-MORE = ",\nwhich loses more than the calibration text: so may other kinds"
+MORE = ",\nwhich loses more than the calibration text; other kinds may too"
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ MORE = ",\nwhich loses more than the calibration text: so may other kinds"
     [
         (20.0, 20.3, "c4", ",\nwhich loses less than the calibration text"),
         (20.0, 22.2, "c4", ""),
-        (20.0, 24.0, "c4", f"{MORE}, of which\nthe calibration text 'mixed' has several"),
+        (20.0, 24.0, "c4", f"{MORE};\nthe calibration text 'mixed' has several kinds"),
         (20.0, 24.0, "mixed", MORE),
         (20.0, None, "c4", ""),
         (None, 24.0, "c4", ""),

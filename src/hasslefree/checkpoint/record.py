@@ -400,10 +400,10 @@ def perplexity_of_code(report: Record, code: HeldOutRecord) -> str:
         return measured
     if on_code < on_text:
         return f"{measured},\nwhich loses less than the calibration text"
-    more = f"{measured},\nwhich loses more than the calibration text: so may other kinds"
+    more = f"{measured},\nwhich loses more than the calibration text; other kinds may too"
     if report.recipe.get("calibration") == MIXED:
         return more
-    return f"{more}, of which\nthe calibration text {MIXED!r} has several"
+    return f"{more};\nthe calibration text {MIXED!r} has several kinds"
 
 
 def kl_record(comparison: Comparison) -> KLRecord | None:
