@@ -291,8 +291,8 @@ def loaded_bytes(folder: Path, dtype: str) -> int:
         if dtype != "auto" and meta.is_floating_point():
             meta = meta.to(getattr(torch, dtype))
         total += meta.nbytes
-    config = read_json(folder / "config.json").get("quantization_config")
-    if config is not None and config["quant_method"] == QUANT_METHOD:
+    config = read_json(folder / "config.json").get("quantization_config") or {}
+    if config.get("quant_method") == QUANT_METHOD:
         for entry in read_entries(config["modules"]).values():
             if entry.spec.grid is not None and entry.spec.grid.rate is not None:
                 total += entry.spec.dense_parameters
