@@ -140,7 +140,7 @@ class Progress:
             raise OutputError(
                 f"cannot resume: the settings differ: {'; '.join(changes)}. Give the same"
                 f" settings, or start again with {option('overwrite', True)} and without"
-                f" {option('resume')}"
+                f" {option('resume', True)}"
             )
 
     def record_identity(self, identity: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from transformers.generation.streamers import TextStreamer
 from hasslefree.checkpoint.entries import QUANT_METHOD, read_entries
 from hasslefree.checkpoint.record import read_record
 from hasslefree.errors import CheckpointError, ModelError, PromptError, option
-from hasslefree.files import read_json, stored_tensors, weight_files
+from hasslefree.files import stored_tensors, weight_files
 from hasslefree.models.load import (
     check_dtype,
     check_ids,
@@ -25,6 +25,7 @@ from hasslefree.models.load import (
     load_model,
     loading,
     most_positions,
+    quantization,
     resolve_device,
 )
 from hasslefree.models.names import folder_of
@@ -274,26 +275,31 @@ def fit_together(
     for name in names:
         folder = find_local_model(name)
         if folder is not None:
-            config = load_config(name, trust_remote_code).get_text_config(decoder=True)
-            logits = 4 * tokens * config.vocab_size  # in float32
-            needed += loaded_bytes(folder, dtype) + logits
+            config = load_config(str(folder), trust_remote_code)
+            vocabulary = config.get_text_config(decoder=True).vocab_size
+            logits = 4 * tokens * vocabulary  # in float32
+            needed += loaded_bytes(folder, dtype) + decoded_bytes(config) + logits
     return needed <= free_memory(resolve_device(device))
 
 
 def loaded_bytes(folder: Path, dtype: str) -> int:
-    """Bytes of a model's weights in a dtype; "auto" for the dtype of its files.
-
-    Entropy-coded codes are held decoded too, in a byte each.
-    """
+    """Bytes of a model's weights in a dtype; "auto" for the dtype of its files."""
     total = 0
     for tensor in stored_tensors(weight_files(folder)).values():
         meta = tensor.meta
         if dtype != "auto" and meta.is_floating_point():
             meta = meta.to(getattr(torch, dtype))
         total += meta.nbytes
-    config = read_json(folder / "config.json").get("quantization_config") or {}
-    if config.get("quant_method") == QUANT_METHOD:
-        for entry in read_entries(config["modules"]).values():
-            if entry.spec.grid is not None and entry.spec.grid.rate is not None:
-                total += entry.spec.dense_parameters
+    return total
+
+
+def decoded_bytes(config: Any) -> int:
+    """Bytes of the decoded codes of entropy-coded layers, which are held beside their streams."""
+    settings = quantization(config)
+    if settings.get("quant_method") != QUANT_METHOD:
+        return 0
+    total = 0
+    for entry in read_entries(settings["modules"]).values():
+        if entry.spec.grid is not None and entry.spec.grid.rate is not None:
+            total += entry.spec.dense_parameters
     return total
