@@ -307,6 +307,8 @@ class SparseLowRankLinear(nn.Module):
         """Set the backend that computes x Sᵀ. With None, it is chosen at every call.
 
         The backend `unpacked` holds a copy of S: call `use` again after S has changed or moved.
+        Also call it after the buffer `weight_packed` was replaced by another, so that the kernel
+        drops the old codes.
 
         Args:
             backend: one of `hasslefree.packed.kernels.backends.BACKENDS`.
@@ -331,6 +333,7 @@ class SparseLowRankLinear(nn.Module):
             self.decoded = None  # calls with gradients decode the stream again
         with self.kernel.lock():
             self.kernel.release(self)
+            self.kernel.forget()
             self.backend = backend
 
     def case(self, grad: bool = False) -> backends.Case:

@@ -94,3 +94,16 @@ def test_whoever_asks_gets_the_codes_in_the_file_s_order():
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     with torch.no_grad():
         assert torch.equal(layer(x), y)
+
+
+def test_a_layer_with_other_codes_has_a_kernel_again_after_use():
+    layer = layer_of(Grid(5, 32))
+    other = layer.weight_packed.flip(0)
+    x = torch.randn(1, 96)
+    with torch.no_grad():
+        layer(x)
+        layer.weight_packed = other
+        layer.use(None)
+    assert layer.held_bytes == 0, "the old codes"
+    assert_products(layer, x, 2e-6)
+    assert torch.equal(layer.tensors()["weight_packed"], other)

@@ -53,6 +53,9 @@ class Kernel:
     def release(self, layer: "SparseLowRankLinear") -> None:
         """Return to the layer the tensors that the kernel has taken."""
 
+    def forget(self) -> None:
+        """Drop what was prepared, after `release`."""
+
     def lock(self) -> AbstractContextManager[Any]:
         """A lock: while one thread holds it, no other thread takes or releases tensors."""
         return nullcontext()
@@ -132,6 +135,9 @@ class NumbaKernel(Kernel):
         return y if bias is None else y.add_(bias)
 
     def release(self, layer: "SparseLowRankLinear") -> None:
+        self.forget()
+
+    def forget(self) -> None:
         self.prepared = NOTHING
 
 
@@ -293,6 +299,9 @@ class CodesKernel(Kernel):
         assert prepared.index is not None
         with torch.inference_mode(False):  # so that the buffer can be changed in place
             layer._buffers["weight_packed"] = layer.spec.pack(codes, prepared.index)
+        self.forget()
+
+    def forget(self) -> None:
         self.prepared = NO_CODES
 
 
