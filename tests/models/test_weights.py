@@ -105,7 +105,7 @@ def test_no_more_than_one_block_is_in_memory(tmp_path, monkeypatch):
         models.append(load(*arguments))
         return models[0]
 
-    monkeypatch.setattr("hasslefree.pipeline.preflight.load_on_disk", loaded)
+    monkeypatch.setattr("hasslefree.pipeline.opening.load_on_disk", loaded)
 
     def look(report, done, total):
         seen.append({name.split(".")[2] for name in in_memory_of(models[0])})

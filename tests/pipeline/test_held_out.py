@@ -168,7 +168,7 @@ def test_no_more_than_one_block_is_in_memory(recipe, tmp_path, monkeypatch):
     build("llama", num_hidden_layers=3).save_pretrained(tmp_path / "dense")
     models, seen, load, run = [], [], load_on_disk, held_out.run_block
     monkeypatch.setattr(
-        "hasslefree.pipeline.preflight.load_on_disk", lambda *args: models.append(load(*args)) or models[0]
+        "hasslefree.pipeline.opening.load_on_disk", lambda *args: models.append(load(*args)) or models[0]
     )
 
     def look(*args):

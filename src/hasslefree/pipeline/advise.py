@@ -21,27 +21,18 @@ from hasslefree.distributed import ALONE
 from hasslefree.errors import RecipeError, option
 from hasslefree.models.activations import check_storage
 from hasslefree.models.tokenizer import load_tokenizer
-from hasslefree.models.weights import Weights
-from hasslefree.pipeline.preflight import (
-    check_segments,
-    open_model,
-    preflight,
-    restored,
-    target_of,
-)
+from hasslefree.pipeline.opening import Opened, restored, target_of
+from hasslefree.pipeline.preflight import check_segments, preflight
 from hasslefree.pipeline.text import read_texts
 from hasslefree.planning.advice import Advice
 from hasslefree.planning.duration import seconds_by_phase
 from hasslefree.planning.machine import memory_reused
 from hasslefree.planning.plan import (
     Plan,
-    layer_room,
-    select_and_plan,
     uniform_plans,
     weights_on_disk,
 )
-from hasslefree.planning.setup import Setup
-from hasslefree.progress import INPUTS, LOADING, SOLVING, Listener, Phases
+from hasslefree.progress import INPUTS, SOLVING, Listener, Phases
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.validation import typed
 
@@ -84,27 +75,23 @@ def advise(
         restored(model),
         tempfile.TemporaryDirectory() as scratch,
     ):
-        with phases.phase(LOADING):
-            name, loaded, tokenizer = open_model(
-                model, recipe.dtype, Path(scratch), tokenizer, trust_remote_code
-            )
-        weights = Weights(loaded, target)  # first, because it detects tied weights
-        resolved, selection, plan = select_and_plan(loaded, resolved)
-        with_fewer_bits = uniform_plans(loaded, selection, resolved)[1:]
-        # Before any block is read, so that tied weights are counted once.
-        room = layer_room(loaded, plan, resolved)
+        opened = Opened.of(
+            model, resolved, target, tokenizer, trust_remote_code, Path(scratch), phases
+        )
+        loaded = opened.model
+        resolved = opened.resolved
+        plan = opened.plan
+        with_fewer_bits = uniform_plans(loaded, opened.selection, resolved)[1:]
         dense = weights_on_disk(loaded, plan) - plan.size
-        tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
+        tokenizer = opened.tokenizer or load_tokenizer(opened.name, trust_remote_code)
         texts = read_texts(loaded, tokenizer, resolved, target)
         segments = texts.draw(phases).to(target)
         check_segments(loaded, segments)
         untrained = dataclasses.replace(resolved, match_predictions=0)
-        samples, seqlen = segments.shape
-        blocks = selection.blocks
-        setup = Setup(loaded, blocks, plan, untrained, samples, seqlen, target, activations)
+        setup = dataclasses.replace(opened, resolved=untrained).setup(segments, activations)
         phases.expected = seconds_by_phase(setup, without=(INPUTS, SOLVING))
-        walk, _ = preflight(setup, weights, segments, phases, Path(scratch))
-        dealt = by_sensitivity(walk, plan, resolved, room, segments, ALONE)
+        walk, _ = preflight(setup, opened.weights, segments, phases, Path(scratch))
+        dealt = by_sensitivity(walk, plan, resolved, opened.room, segments, ALONE)
         shown = [dealt.plan, plan, *filter(has_whole_bits, with_fewer_bits)]
         return [Advice.of(each, dense, dealt.divergence(each)) for each in shown]
 

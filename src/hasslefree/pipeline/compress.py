@@ -24,20 +24,13 @@ from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import other_modalities
 from hasslefree.models.rules import Selection
 from hasslefree.models.tokenizer import load_tokenizer
-from hasslefree.models.weights import Weights
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.pipeline.block import compress_blocks
 from hasslefree.pipeline.held_out import Check
 from hasslefree.pipeline.job import Job
 from hasslefree.pipeline.metadata import configuration, described, recorded, write_rest
-from hasslefree.pipeline.preflight import (
-    check_segments,
-    open_model,
-    preflight,
-    restored,
-    target_of,
-    token_ids,
-)
+from hasslefree.pipeline.opening import Opened, restored, target_of
+from hasslefree.pipeline.preflight import check_segments, preflight, token_ids
 from hasslefree.pipeline.text import read_texts
 from hasslefree.pipeline.training import matching_text, train_and_check
 from hasslefree.planning.duration import seconds_by_phase
@@ -48,14 +41,10 @@ from hasslefree.planning.plan import (
     Plan,
     bytes_to_write,
     digest,
-    layer_room,
-    select_and_plan,
 )
-from hasslefree.planning.setup import Setup
 from hasslefree.progress import (
     ALLOCATION,
     CHECK,
-    LOADING,
     PREDICTIONS,
     PROBES,
     REFERENCE,
@@ -158,51 +147,38 @@ def compress(
     ):
         phases = Phases(progress)
         scratch = work.scratch / str(world.rank)
-        with phases.phase(LOADING):
-            name, loaded, tokenizer = open_model(
-                model, resolved.dtype, scratch, tokenizer, trust_remote_code
-            )
-        weights = Weights(loaded, target)  # first, because it detects tied weights
-        resolved, selection, plan = select_and_plan(loaded, resolved)
+        opened = Opened.of(model, resolved, target, tokenizer, trust_remote_code, scratch, phases)
+        loaded = opened.model
+        resolved = opened.resolved
+        plan = opened.plan
+        selection = opened.selection
         log_what_stays_dense(loaded, selection)
-        # Before any block is read, so that tied weights are counted once.
-        layer_bytes = layer_room(loaded, plan, resolved)
         bytes_left = bytes_to_write(loaded, selection.blocks, plan, resolved) - work.bytes
         check_output(folder, overwrite, bytes_left)
+        tokenizer = opened.tokenizer
         texts = None
         if segments is None:
-            tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
+            tokenizer = tokenizer or load_tokenizer(opened.name, trust_remote_code)
             texts = read_texts(loaded, tokenizer, resolved, target)
             segments = texts.draw(phases)
         else:
             segments = token_ids(segments)
         check_segments(loaded, segments, world)
-        samples, seqlen = segments.shape
-        setup = Setup(
-            loaded,
-            selection.blocks,
-            plan,
-            resolved,
-            samples,
-            seqlen,
-            target,
-            activations,
-            world.size,
-        )
+        setup = opened.setup(segments, activations, world.size)
         if activations == "disk":
             states = local_processes(world.size) * states_bytes(setup)
             check_output(folder, overwrite, bytes_left + states)
-        walk, digests = preflight(setup, weights, segments, phases, work.scratch)
+        walk, digests = preflight(setup, opened.weights, segments, phases, work.scratch)
         work.background_writes = walk.weights.prefetch
         job = Job(
-            name=name,
+            name=opened.name,
             from_memory=isinstance(model, PreTrainedModel),
             walk=walk,
             tokenizer=tokenizer,
             resolved=resolved,
             selection=selection,
             plan=plan,
-            room=layer_bytes,
+            room=opened.room,
             segments=segments,
             texts=texts,
             world=world,
