@@ -13,7 +13,9 @@ from hasslefree.checkpoint.record import read_record
 from hasslefree.core.patterns import SemiStructured, Unstructured
 from hasslefree.errors import BudgetError, RecipeError
 from hasslefree.models.blocks import find_blocks
-from hasslefree.planning.plan import LayerPlan, make_plan, select
+from hasslefree.planning.plan import LayerPlan
+from hasslefree.planning.selection import select
+from hasslefree.planning.uniform import make_plan
 from tests import oracles
 from tests.oracles import MANY
 from tests.tiny_models import build, segments, tensors_of

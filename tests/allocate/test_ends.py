@@ -13,7 +13,8 @@ from hasslefree.distributed import World
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.walk import Walk
 from hasslefree.models.weights import Weights
-from hasslefree.planning.plan import plan_of, select
+from hasslefree.planning.selection import select
+from hasslefree.planning.uniform import plan_of
 from hasslefree.recipe.engines import WIDE_TYPES
 from hasslefree.solve.decompose import approximation
 from tests.tiny_models import build, gram_of, segments

@@ -16,7 +16,8 @@ from hasslefree.models.blocks import find_blocks
 from hasslefree.models.experts import split_experts
 from hasslefree.models.walk import Walk
 from hasslefree.models.weights import Weights
-from hasslefree.planning.plan import make_plan, select
+from hasslefree.planning.selection import select
+from hasslefree.planning.uniform import make_plan
 from tests import oracles
 from tests.tiny_models import build, segments
 

@@ -22,7 +22,8 @@ from hasslefree.models.calls import hooks
 from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Walk
 from hasslefree.models.weights import Weights
-from hasslefree.planning.plan import make_plan, select
+from hasslefree.planning.selection import select
+from hasslefree.planning.uniform import make_plan
 from hasslefree.solve.decompose import approximation
 from hasslefree.solve.methods.joint import QUICK_PRUNING
 from tests.oracles import MANY

@@ -14,7 +14,8 @@ from hasslefree.models.calibrate import run_block, with_batching
 from hasslefree.models.extra_inputs import Column
 from hasslefree.models.walk import Walk
 from hasslefree.models.weights import Weights
-from hasslefree.planning.plan import make_plan, select
+from hasslefree.planning.selection import select
+from hasslefree.planning.uniform import make_plan
 from tests.listeners import by_layer
 from tests.tiny_models import BESIDE, NO_TOKENIZER, build, logits, segments, tensors_of
 

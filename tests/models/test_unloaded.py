@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.models.load import load_on_disk, load_shapes
-from hasslefree.planning.plan import Plan, weights_on_disk
+from hasslefree.planning.disk import weights_on_disk
+from hasslefree.planning.plan import Plan
 from hasslefree.planning.setup import setup_of
 from hasslefree.planning.tables import bytes_to_run
 from tests.tiny_models import NO_TOKENIZER, build, logits, segments, tensors_of

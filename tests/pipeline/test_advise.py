@@ -16,7 +16,9 @@ from hasslefree.distributed import ALONE
 from hasslefree.errors import BudgetError, HasslefreeError, ModelError, OutputError, RecipeError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.pipeline.advise import advise
-from hasslefree.planning.plan import LayerPlan, digest, make_plan, select, uniform_plans
+from hasslefree.planning.plan import LayerPlan, digest
+from hasslefree.planning.selection import select
+from hasslefree.planning.uniform import make_plan, uniform_plans
 from hasslefree.recipe.resolve import DEFAULT_SIZE, with_defaults
 from hasslefree.units import Size
 from tests import oracles

@@ -24,6 +24,7 @@ from hasslefree.errors import (
 from hasslefree.models.activations import Activations
 from hasslefree.models.load import load_on_disk
 from hasslefree.packed.linear import compressed_layers
+from hasslefree.planning.disk import bytes_on_disk
 from hasslefree.planning.duration import flops_by_phase, passes_by_group
 from hasslefree.planning.machine import free_memory
 from hasslefree.planning.memory import (
@@ -42,7 +43,6 @@ from hasslefree.planning.memory import (
     total,
     training_bytes,
 )
-from hasslefree.planning.plan import bytes_on_disk
 from hasslefree.planning.schedule import segments_for
 from hasslefree.planning.setup import setup_of
 from hasslefree.planning.tables import plan_summary, plan_table

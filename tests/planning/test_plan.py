@@ -14,8 +14,11 @@ from hasslefree.errors import BudgetError, GridError, ModelError, PatternError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.experts import split_experts
 from hasslefree.models.sites import find_sites
-from hasslefree.planning import plan
-from hasslefree.planning.plan import make_plan, plan_layer, plan_of, select, select_and_plan, weights_on_disk
+from hasslefree.planning import uniform
+from hasslefree.planning.disk import weights_on_disk
+from hasslefree.planning.fit import plan_layer
+from hasslefree.planning.selection import select
+from hasslefree.planning.uniform import make_plan, plan_of, select_and_plan
 from hasslefree.recipe.engines import block_of
 from tests.tiny_models import build, segments, tensors_of
 
@@ -226,7 +229,7 @@ def test_layers_of_one_kind_are_planned_once(monkeypatch):
     resolved = Recipe(rank=2, pattern="2:4").resolve(with_text=False)
     selection = select(find_blocks(model), resolved)
     planned = []
-    monkeypatch.setattr(plan, "plan_layer", lambda *given: planned.append(given) or plan_layer(*given))
+    monkeypatch.setattr(uniform, "plan_layer", lambda *given: planned.append(given) or plan_layer(*given))
     found = make_plan(selection, resolved)
     for index, matrices in enumerate(selection.sites):
         alone = {name: plan_layer(selection.blocks, index, matrix, resolved) for name, matrix in matrices.items()}

@@ -16,8 +16,8 @@ from hasslefree.allocate.sensitivity import BitsAndError, ProbedLayer
 from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import KnownSupport, Unstructured
-from hasslefree.planning.plan import STEP as RANK_STEP
 from hasslefree.planning.plan import LayerPlan
+from hasslefree.planning.uniform import STEP as RANK_STEP
 from hasslefree.recipe.engines import types_for
 from hasslefree.recipe.resolve import Resolved, takes_types
 

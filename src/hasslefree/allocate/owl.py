@@ -18,7 +18,8 @@ from hasslefree.models.precision import as_multiplied
 from hasslefree.models.rules import Matrix
 from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Visit, Walk
-from hasslefree.planning.plan import LayerPlan, Plan, plan_layer
+from hasslefree.planning.fit import plan_layer
+from hasslefree.planning.plan import LayerPlan, Plan
 from hasslefree.progress import ALLOCATION
 from hasslefree.recipe.resolve import Resolved
 

@@ -25,13 +25,11 @@ from hasslefree.pipeline.opening import Opened, restored, target_of
 from hasslefree.pipeline.preflight import check_segments, preflight
 from hasslefree.pipeline.text import read_texts
 from hasslefree.planning.advice import Advice
+from hasslefree.planning.disk import weights_on_disk
 from hasslefree.planning.duration import seconds_by_phase
 from hasslefree.planning.machine import memory_reused
-from hasslefree.planning.plan import (
-    Plan,
-    uniform_plans,
-    weights_on_disk,
-)
+from hasslefree.planning.plan import Plan
+from hasslefree.planning.uniform import uniform_plans
 from hasslefree.progress import INPUTS, SOLVING, Listener, Phases
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.validation import typed

@@ -33,15 +33,11 @@ from hasslefree.pipeline.opening import Opened, restored, target_of
 from hasslefree.pipeline.preflight import check_segments, preflight, token_ids
 from hasslefree.pipeline.text import read_texts
 from hasslefree.pipeline.training import matching_text, train_and_check
+from hasslefree.planning.disk import bytes_to_write
 from hasslefree.planning.duration import seconds_by_phase
 from hasslefree.planning.machine import local_processes, memory_reused
 from hasslefree.planning.memory import states_bytes
-from hasslefree.planning.plan import (
-    LayerPlan,
-    Plan,
-    bytes_to_write,
-    digest,
-)
+from hasslefree.planning.plan import LayerPlan, Plan, digest
 from hasslefree.progress import (
     ALLOCATION,
     CHECK,

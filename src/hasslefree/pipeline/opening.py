@@ -27,8 +27,9 @@ from hasslefree.models.rules import Selection
 from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.models.weights import Weights
 from hasslefree.packed.linear import compressed_layers
-from hasslefree.planning.plan import Plan, layer_room, select_and_plan
+from hasslefree.planning.plan import Plan
 from hasslefree.planning.setup import Setup
+from hasslefree.planning.uniform import layer_room, select_and_plan
 from hasslefree.progress import LOADING, Phases
 from hasslefree.recipe.resolve import Resolved
 

@@ -13,8 +13,9 @@ from hasslefree.models.calibrate import activation_values, probes
 from hasslefree.models.experts import split_experts
 from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqlen
 from hasslefree.planning.machine import in_one_pass
-from hasslefree.planning.plan import Plan, select_and_plan
+from hasslefree.planning.plan import Plan
 from hasslefree.planning.schedule import segments_for, segments_held_out
+from hasslefree.planning.uniform import select_and_plan
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolve import Resolved
 

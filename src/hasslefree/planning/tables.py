@@ -17,15 +17,11 @@ from hasslefree.packed.kernels import byte_codes, int8
 from hasslefree.packed.kernels.backends import Case, choose
 from hasslefree.packed.kernels.codes import Nibbles
 from hasslefree.planning.advice import Advice
+from hasslefree.planning.disk import ROOM, bytes_on_disk, weights_on_disk
 from hasslefree.planning.duration import flops_by_phase, seconds_by_phase
 from hasslefree.planning.memory import footprint_here, states_bytes, total, verdict
-from hasslefree.planning.plan import (
-    ROOM,
-    LayerPlan,
-    bytes_on_disk,
-    select,
-    weights_on_disk,
-)
+from hasslefree.planning.plan import LayerPlan
+from hasslefree.planning.selection import select
 from hasslefree.planning.setup import Setup
 from hasslefree.units import duration, size, span, table
 
@@ -45,7 +41,7 @@ def plan_summary(setup: Setup) -> dict[str, Any]:
         "dense": sum(matrix.dense_parameters for matrix in setup.plan.matrices),
         "disk": bytes_on_disk(setup.model, setup.plan),
         "to_run": bytes_to_run(setup),
-        "unpacked": sum(matrix.dense_size for matrix in setup.plan.matrices),
+        "unpacked": setup.plan.dense_size,
         "device": setup.device.type,
         "storage": setup.storage,
         "activations": states_bytes(setup),

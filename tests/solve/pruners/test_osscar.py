@@ -9,7 +9,8 @@ import hasslefree
 from hasslefree import OSSCAR, Gram, Recipe, Structured, Unstructured
 from hasslefree.errors import PatternError
 from hasslefree.models.blocks import find_blocks
-from hasslefree.planning.plan import make_plan, select
+from hasslefree.planning.selection import select
+from hasslefree.planning.uniform import make_plan
 from tests import oracles
 from tests.tiny_models import build, segments
 
