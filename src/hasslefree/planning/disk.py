@@ -1,22 +1,15 @@
 """The size of a compressed model on the disk, before it is compressed."""
 
-from collections.abc import Mapping
-
 import torch
 from transformers import PreTrainedModel
 
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.unloaded import copied_bytes
-from hasslefree.planning.plan import LayerPlan, Plan
+from hasslefree.planning.plan import Plan
 from hasslefree.recipe.resolve import Resolved
 
 # Bytes of the other files in OUT: the tokenizer, the reports, the model card.
 ROOM = 50_000_000
-
-
-def bytes_of(plans: Mapping[str, LayerPlan]) -> int:
-    """The size of the planned layers of a block."""
-    return sum(layer.size for layer in plans.values())
 
 
 def bytes_to_write(model: torch.nn.Module, blocks: Blocks, plan: Plan, resolved: Resolved) -> int:

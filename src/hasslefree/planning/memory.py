@@ -14,9 +14,9 @@ from hasslefree.models.calibrate import BATCH, pass_bytes, sums_bytes
 from hasslefree.models.experts import SplitExperts
 from hasslefree.models.load import quantization
 from hasslefree.models.precision import product_dtype
-from hasslefree.planning.disk import bytes_of, bytes_to_write
+from hasslefree.planning.disk import bytes_to_write
 from hasslefree.planning.machine import free_memory, in_one_pass, local_processes, room_for_sums
-from hasslefree.planning.plan import LayerPlan
+from hasslefree.planning.plan import LayerPlan, bytes_of
 from hasslefree.planning.schedule import HELD_OUT_ROWS, Training
 from hasslefree.planning.setup import Setup
 from hasslefree.solve.at_rate import ROWS

@@ -1,6 +1,7 @@
 """The plan of every layer."""
 
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -102,6 +103,11 @@ class Plan:
     def dense_size(self) -> int:
         """The bytes of their dense weights."""
         return sum(matrix.dense_size for matrix in self.matrices)
+
+
+def bytes_of(plans: Mapping[str, LayerPlan]) -> int:
+    """The bytes of the planned layers of a block."""
+    return sum(layer.size for layer in plans.values())
 
 
 def digest(plan: Plan) -> str:

@@ -180,7 +180,7 @@ def layer_room(model: torch.nn.Module, plan: Plan, resolved: Resolved) -> int:
     return room
 
 
-def too_small(size: Size, least: Size, plan: Plan, resolved: Resolved) -> BudgetError:
+def too_small(size: Size, least: str, plan: Plan, resolved: Resolved) -> BudgetError:
     """The error of a size in which the smallest plan does not fit. least: the size of this plan."""
     remedy = f"use {option('size', least)}"
     if plan.size >= plan.dense_size:
